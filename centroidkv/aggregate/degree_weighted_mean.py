@@ -1,0 +1,41 @@
+"""The centroid of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from centroidkv.aggregate.segments import sum_merges
+from centroidkv.records import Assignment
+from centroidkv.state import KVState, accumulation_dtype, gather_slots
+
+
+@dataclass(frozen=True)
+class DegreeWeightedMean:
+    """N = sum n_t, k = (sum n_t k_t) / N, v = (sum n_t v_t) / N over the members t of a cluster.
+
+    Computed as k_b + sum (n_t / N) (k_t - k_b) around the slot b that stays: the same number, but a slot that nothing
+    joined, or that only equal keys joined, comes out bit-identical. Sums are float32 whatever the storage type.
+
+    Source: size-weighted mean of Token Merging, arXiv 2210.09461; CentroidKV, arXiv 2506.11418.
+    """
+
+    def __call__(self, state: KVState, assignment: Assignment) -> KVState:
+        degree = state.degree + sum_merges(state.degree, assignment)
+        return replace(
+            state,
+            degree=degree,
+            keys=weighted_mean(state.keys, state.degree, degree, assignment),
+            values=weighted_mean(state.values, state.degree, degree, assignment),
+        )
+
+
+def weighted_mean(x: Tensor, degree: Tensor, total: Tensor, assignment: Assignment) -> Tensor:
+    """x_b + sum over t joining b of (n_t / N_b) (x_t - x_b), for every slot b that stays."""
+    exact = x.to(accumulation_dtype(x.dtype))
+    stays = assignment.joins.clamp(min=0)
+    weight = degree / total.gather(-1, stays).clamp(min=torch.finfo(torch.float32).tiny)
+    pull = weight[..., None] * (exact - gather_slots(exact, stays))
+    return (exact + sum_merges(pull, assignment)).to(x.dtype)

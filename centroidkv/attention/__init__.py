@@ -1,0 +1,88 @@
+"""Attention over a compressed cache: every slot counts as many times as it has members."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from centroidkv.attention.reference import degree_attention_reference
+from centroidkv.attention.sdpa import degree_attention_sdpa
+from centroidkv.errors import BackendError, DeviceError, DtypeError, ShapeError
+
+BACKENDS = {"reference": degree_attention_reference, "sdpa": degree_attention_sdpa}
+
+__all__ = ["degree_attention"]
+
+
+def degree_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    backend: str = "auto",
+) -> Tensor:
+    """softmax_j(scale q.k_j + ln N_j) v_j: attention in which slot j stands for N_j tokens.
+
+    Equals full attention over the tokens if the members of every cluster share one key, whatever their values.
+
+    Args:
+        query: ``[B, Hq, L, D]``; Hq a multiple of H, query head h reads KV head h // (Hq / H).
+        keys, values: ``[B, H, T, D]`` and ``[B, H, T, Dv]``, same dtype and device as the query.
+        degree: ``[B, H, T]`` float32; 0 masks a slot.
+        scale: factor on q.k; default 1 / sqrt(D).
+        causal: the queries are the newest L tokens and own the last L slots: query i does not see slots after
+            T - L + i. False: every query sees every slot. No difference for L = 1.
+        backend: "reference" (explicit, float32), "sdpa" (PyTorch's fused attention, grouped queries packed), or
+            "auto" (sdpa).
+
+    Returns:
+        ``[B, Hq, L, Dv]`` in the query's dtype. A query that sees no live slot gets zeros.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, BackendError.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    >>> degree_attention(q, k, v, torch.ones(1, 2, 6)).shape
+    torch.Size([1, 4, 1, 8])
+    """
+    _check(query, keys, values, degree, causal)
+    if backend == "auto":
+        backend = "sdpa"
+    if backend not in BACKENDS:
+        raise BackendError(f"backend is 'auto' or one of {sorted(BACKENDS)}, got {backend!r}")
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if keys.shape[2] == 0 or query.shape[2] == 0:
+        return query.new_zeros(*query.shape[:3], values.shape[-1])
+    return BACKENDS[backend](query, keys, values, degree, scale, causal)
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, causal: bool) -> None:
+    if query.ndim != 4 or keys.ndim != 4 or values.ndim != 4:
+        raise ShapeError(
+            "query, keys and values must be [B, heads, length, size], got "
+            f"{tuple(query.shape)}, {tuple(keys.shape)}, {tuple(values.shape)}"
+        )
+    if keys.shape[:3] != values.shape[:3] or degree.shape != keys.shape[:3]:
+        raise ShapeError(
+            f"keys {tuple(keys.shape)}, values {tuple(values.shape)} and degree {tuple(degree.shape)} must agree in "
+            "B, H and T"
+        )
+    if query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3]:
+        raise ShapeError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)} in batch or key size")
+    if keys.shape[1] == 0 or query.shape[1] % keys.shape[1]:
+        raise ShapeError(f"{query.shape[1]} query heads are not a multiple of {keys.shape[1]} KV heads")
+    if causal and query.shape[2] > keys.shape[2] > 0:
+        raise ShapeError(
+            f"{query.shape[2]} causal queries need at least as many slots, got {keys.shape[2]}: append the new "
+            "tokens' keys and values before attending, or pass causal=False"
+        )
+    if not query.dtype == keys.dtype == values.dtype:
+        raise DtypeError(f"query, keys and values must share a dtype, got {query.dtype}, {keys.dtype}, {values.dtype}")
+    devices = {str(tensor.device) for tensor in (query, keys, values, degree)}
+    if len(devices) > 1:
+        raise DeviceError(f"attention runs on one device, got {sorted(devices)}")

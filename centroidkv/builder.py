@@ -1,0 +1,157 @@
+"""Builder: chooses the stages of a Compressor and checks them all at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from centroidkv.aggregate import DegreeWeightedMean
+from centroidkv.compressor import Compressor
+from centroidkv.errors import BackendError, BudgetError, StageError
+from centroidkv.matching import BipartiteSoftMatching
+from centroidkv.partition import Alternating
+from centroidkv.preserve import Recent, Sinks
+from centroidkv.preserve.union import MaskPreserver, Union
+from centroidkv.records import Budget
+from centroidkv.schedule import LinearAnnealing
+from centroidkv.similarity import Cosine
+
+BACKENDS = ("auto", "reference", "triton")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Every method returns a new builder with one part replaced; :meth:`build` checks the whole.
+
+    Defaults are the paper's method: sinks and recent tokens preserved, alternation in chunks, cosine, bipartite soft
+    matching, degree-weighted mean, linear annealing. The numbers are ours (README, "Choosing").
+
+    >>> from centroidkv import Compressor
+    >>> from centroidkv.partition import Halves
+    >>> Compressor.builder().partition(Halves(chunk_size=64)).budget(0.5).build().partition
+    Halves(chunk_size=64)
+    """
+
+    parts: dict[str, Any] = field(
+        default_factory=lambda: {
+            "preserve": (Sinks(4), Recent(64)),
+            "partition": Alternating(256),
+            "similarity": Cosine(),
+            "matching": BipartiteSoftMatching(),
+            "aggregate": DegreeWeightedMean(),
+            "schedule": LinearAnnealing(),
+            "budget": Budget.ratio(0.25),
+        }
+    )
+
+    def preserve(self, *preservers: Any) -> Builder:
+        """Slots to set aside: any number of preservers, or functions ``state -> mask``; none = nothing is set aside."""
+        return self._with("preserve", preservers)
+
+    def partition(self, partition: Any) -> Builder:
+        """How slots split into sources and targets: a Partitioner, or a function ``length -> (sources, targets)``."""
+        return self._with("partition", partition)
+
+    def similarity(self, similarity: Any) -> Builder:
+        """How alike keys are: a Similarity, or a function ``(a, b) -> scores``."""
+        return self._with("similarity", similarity)
+
+    def matching(self, matching: Any) -> Builder:
+        """Which slots join which: a Matcher."""
+        return self._with("matching", matching)
+
+    def aggregate(self, aggregate: Any) -> Builder:
+        """What a cluster becomes: an Aggregator."""
+        return self._with("aggregate", aggregate)
+
+    def schedule(self, schedule: Any) -> Builder:
+        """How much each round removes: a Schedule, or a function ``round -> rate``."""
+        return self._with("schedule", schedule)
+
+    def budget(self, budget: Budget | float) -> Builder:
+        """How many slots may stay: a Budget; a float is a ratio, an int a number of slots."""
+        return self._with("budget", budget)
+
+    def _with(self, name: str, value: Any) -> Builder:
+        return replace(self, parts={**self.parts, name: value})
+
+    def build(self, backend: str = "auto") -> Compressor:
+        """Check all parts together and assemble them.
+
+        Args:
+            backend: "reference" (plain PyTorch, the definition), "triton" (fused kernels, or an error), or "auto"
+                (the fastest that can run these parts here; ``compressor.backend`` says which it is).
+
+        Raises:
+            StageError: a part does not fit its family.
+            BudgetError: a token budget cannot hold what is to be preserved, or shares add up to more than all of it.
+            BackendError: an unknown or unavailable back end.
+        """
+        parts = dict(self.parts)
+        for name in ("partition", "similarity", "matching", "aggregate", "schedule"):
+            _check_callable(name, parts[name])
+        members = tuple(_preserver(member) for member in parts.pop("preserve"))
+        budget = Budget.of(parts.pop("budget"))
+        compressor = Compressor(preservers=Union(members), budget=budget, backend=_backend(backend), **parts)
+        _check_budget(compressor)
+        return compressor
+
+
+def _check_callable(name: str, part: Any) -> None:
+    if isinstance(part, type):
+        raise StageError(f"{name} got the class {part.__name__}; pass an instance: .{name}({part.__name__}())")
+    if not callable(part):
+        raise StageError(
+            f"{name} needs an object that can be called as centroidkv.protocols describes for its family, "
+            f"got {part!r}"
+        )
+
+
+def _preserver(member: Any) -> Any:
+    if isinstance(member, type):
+        raise StageError(f"preserve got the class {member.__name__}; pass an instance: {member.__name__}(...)")
+    if hasattr(member, "select") and hasattr(member, "count"):
+        if not hasattr(member, "share"):
+            raise StageError(f"{member!r} must say its `share` of the free budget, or `share = None` for a fixed count")
+        return member
+    if callable(member):
+        return MaskPreserver(member)
+    raise StageError(
+        f"preserve takes preservers such as Sinks(4) or functions state -> mask [B, H, T], got {member!r}"
+    )
+
+
+def _backend(name: str) -> str:
+    if name not in BACKENDS:
+        raise BackendError(f"backend is one of {BACKENDS}, got {name!r}")
+    if name == "triton":
+        raise BackendError(
+            "backend='triton' was asked for, but this version has no Triton kernels yet; "
+            "use backend='auto' (runs the PyTorch reference now) or 'reference'"
+        )
+    return "reference"
+
+
+def _check_budget(compressor: Compressor) -> None:
+    """What can be known before any data: shares, and a budget in tokens against fixed counts."""
+    preservers, budget = compressor.preservers, compressor.budget
+    evicts = getattr(compressor.matching, "evicts", False)
+    total = sum(member.share for member in preservers.shared)
+    if total > 1 + 1e-9 or (total > 1 - 1e-9 and not evicts):
+        raise BudgetError(
+            f"the shares of {', '.join(map(repr, preservers.shared))} add up to {total:g} of the free budget"
+            + ("" if evicts or total > 1 + 1e-9 else ", which leaves no slot for centroids")
+            + "; they must add up to "
+            + ("at most 1" if evicts else "less than 1 (to 1 only with matching(Evict()))")
+        )
+    known = [member for member in preservers.fixed if not isinstance(member, MaskPreserver)]
+    if budget.kind == "tokens":
+        slots = budget.slots(0)
+        fixed = sum(member.count(slots) for member in known)
+        least = fixed + (0 if evicts else 1)
+        if slots < least:
+            raise BudgetError(
+                f"{budget!r} cannot hold {' + '.join(map(repr, known))} = {fixed} preserved slots"
+                f"{'' if evicts else ' and at least one centroid'}; use Budget.tokens({least}) or more, or preserve "
+                "less"
+            )

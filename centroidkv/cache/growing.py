@@ -1,0 +1,155 @@
+"""One layer's state that grows token by token and is compressed when it is due."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from centroidkv.compressor import Compressor
+from centroidkv.errors import CacheError, StageError
+from centroidkv.rotary import Rotary
+from centroidkv.state import KVState
+
+
+class GrowingState:
+    """Appends new tokens to a KVState and compresses it: first when over budget, then every ``interval`` tokens.
+
+    The tokens that trigger a compression still attend to the uncompressed slots: :meth:`append` returns those and
+    stores the compressed state, so the full keys are freed as soon as this layer's attention is done with them.
+    Between two events the state holds at most budget + interval slots (if the matcher is exact and appends are shorter
+    than the interval).
+
+    Args:
+        compressor: what to do.
+        interval: tokens between two compressions, >= 1.
+        rotary: how keys are rotated, for stages that look at keys before RoPE.
+    """
+
+    def __init__(self, compressor: Compressor, interval: int, rotary: Rotary | None = None) -> None:
+        if not isinstance(interval, int) or interval < 1:
+            raise StageError(f"interval is a whole number of tokens >= 1, got {interval!r}")
+        self.compressor = compressor
+        self.interval = interval
+        self.rotary = rotary
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything but the configuration."""
+        self.state: KVState | None = None
+        self.logical = 0
+        """Columns seen, padding included: what position ids and padding masks count."""
+        self.events = 0
+        self.seconds = 0.0
+        self._since_event = 0
+        self._seen: list[int] = []
+        self._live: list[int] = []
+
+    @property
+    def physical(self) -> int:
+        """Slots held."""
+        return 0 if self.state is None else self.state.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: keys, values, degrees and positions."""
+        return 0 if self.state is None else self.state.nbytes
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes of keys and values had nothing been compressed."""
+        if self.state is None:
+            return 0
+        keys, values = self.state.keys, self.state.values
+        per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
+        return self.state.batch * self.state.heads * self.logical * per_slot
+
+    def append(self, keys: Tensor, values: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add ``keys [B, H, L, D]`` and ``values [B, H, L, Dv]``; ``real [B, L]`` marks tokens that are not padding.
+
+        Returns:
+            Keys, values and degrees to attend to in this step: all slots, the new ones last. Degrees are None as long
+            as nothing was compressed, when attention needs no correction.
+
+        Raises:
+            Whatever the compressor raises; the layer is then as it was before the call.
+        """
+        grown = self._grow(keys, values, real)
+        new = [keys.shape[2]] * keys.shape[0] if real is None else real.sum(-1).tolist()
+        seen = [a + b for a, b in zip(self._seen or [0] * len(new), new, strict=True)]
+        live = [a + b for a, b in zip(self._live or [0] * len(new), new, strict=True)]
+        since = self._since_event + keys.shape[2]
+        degree = grown.degree if self.events else None
+        kept, seconds = grown, 0.0
+        if self._due(seen, live, since):
+            start = time.perf_counter()
+            kept = self.compressor(grown, strict=False)
+            seconds = time.perf_counter() - start
+            live = kept.live.sum(-1).amax(-1).tolist()
+            since = 0
+        self.events += kept.rounds > grown.rounds
+        self.state, self._seen, self._live, self._since_event = kept, seen, live, since
+        self.logical += keys.shape[2]
+        self.seconds += seconds
+        return grown.keys, grown.values, degree
+
+    def _due(self, seen: list[int], live: list[int], since: int) -> bool:
+        if self.events and since < self.interval:
+            return False
+        budget = self.compressor.budget
+        over = [(s, n) for s, n in zip(seen, live, strict=True) if n > budget.slots(s)]
+        return any(self.compressor.fits(s, n) for s, n in over)
+
+    def _grow(self, keys: Tensor, values: Tensor, real: Tensor | None) -> KVState:
+        new = KVState.from_kv(keys, values, real, rotary=self.rotary)
+        # int32 holds any position and is half the bytes.
+        start = 0 if self.state is None else self.state.seen[:, None, None]
+        positions = (new.positions + start).int()
+        if self.state is None:
+            return new.map_slots(lambda x: positions if x is new.positions else x)
+        old = self.state
+        if old.batch != new.batch or old.heads != new.heads:
+            raise CacheError(
+                f"the cache holds {old.batch} rows of {old.heads} KV heads, the new tokens have {new.batch} rows of "
+                f"{new.heads}; one cache serves one batch: reset() it, or make another"
+            )
+        return KVState(
+            keys=torch.cat((old.keys, keys), 2),
+            values=torch.cat((old.values, values), 2),
+            degree=torch.cat((old.degree, new.degree), 2),
+            positions=torch.cat((old.positions, positions), 2),
+            rounds=old.rounds,
+            seen=old.seen + new.seen,
+            rotary=self.rotary,
+        )
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep, repeat or permute rows: keys, values, degrees and positions move together."""
+        if self.state is None:
+            return
+        self.state = self.state.rows(rows.to(self.state.keys.device))
+        index = rows.tolist()
+        self._seen, self._live = [self._seen[i] for i in index], [self._live[i] for i in index]
+
+    def crop(self, tokens: int) -> None:
+        """Take back the last ``tokens`` tokens.
+
+        Raises:
+            CacheError: one of them may already be part of a centroid, which cannot be undone.
+        """
+        if tokens == 0 or self.state is None:
+            return
+        removable = self._since_event if self.events else self.logical
+        if tokens > removable:
+            raise CacheError(
+                f"asked to take back {tokens} tokens, but only the last {removable} were not yet clustered; merged "
+                "tokens cannot be separated. Crop less, or use a larger interval"
+            )
+        state = self.state
+        gone = state.live[:, :, state.slots - tokens :].sum(-1).amax(-1)
+        self.state = state.map_slots(lambda x: x[:, :, : state.slots - tokens].clone(), seen=state.seen - gone)
+        self._seen = [a - b for a, b in zip(self._seen, gone.tolist(), strict=True)]
+        self._live = [a - b for a, b in zip(self._live, gone.tolist(), strict=True)]
+        self.logical -= tokens
+        self._since_event = max(self._since_event - tokens, 0)

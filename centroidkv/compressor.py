@@ -1,0 +1,248 @@
+"""Compressor: the assembled stages. Takes a KVState, returns a KVState."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from centroidkv.dense import compact, map_dense, merge_sorted
+from centroidkv.errors import BudgetError, BudgetNotMetWarning, RotaryError, ShapeError, StageError
+from centroidkv.preserve.union import Union
+from centroidkv.protocols import Aggregator, Matcher, Partitioner, Schedule, Similarity
+from centroidkv.records import Assignment, Budget, Partition, Plan
+from centroidkv.schedule import plan_sizes
+from centroidkv.state import KVState, accumulation_dtype
+
+if TYPE_CHECKING:
+    from centroidkv.builder import Builder
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Preserve, then rounds of partition -> similarity -> matching -> aggregate, as the schedule and budget say.
+
+    Build one with :meth:`builder` or take one from :mod:`centroidkv.presets`. A compressor holds no state: the same
+    input gives the same output, bit for bit on one device, and one object serves all layers and sequences.
+
+    >>> import torch
+    >>> from centroidkv import Budget, Compressor, KVState
+    >>> compressor = Compressor.builder().budget(Budget.ratio(0.5)).build()
+    >>> smaller = compressor(KVState.from_kv(torch.randn(1, 2, 400, 16), torch.randn(1, 2, 400, 16)))
+    >>> smaller.slots, smaller.degree.sum(-1).tolist()
+    (200, [[400.0, 400.0]])
+    """
+
+    preservers: Union
+    partition: Partitioner
+    similarity: Similarity
+    matching: Matcher
+    aggregate: Aggregator
+    schedule: Schedule
+    budget: Budget
+    backend: str = "reference"
+
+    @staticmethod
+    def builder() -> Builder:
+        """A :class:`~centroidkv.builder.Builder` with the paper's method as its default parts."""
+        from centroidkv.builder import Builder  # builder imports this module
+
+        return Builder()
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def plan(self, tokens: int, slots: int | None = None) -> Plan:
+        """The sizes of all rounds for a row that has seen ``tokens`` tokens and holds ``slots`` slots (default: all).
+
+        A pure function of its arguments and the configuration: the same for every layer, head and rank, and what
+        :meth:`__call__` carries out.
+
+        Raises:
+            BudgetError: the budget is smaller than what must be preserved.
+            StageError: a preserver is a plain function, whose count is known only from the data.
+        """
+        slots = tokens if slots is None else slots
+        budget = self.budget.slots(tokens)
+        if slots <= budget:
+            return Plan(slots, budget, preserved=0)
+        return self._plan(slots, budget, self.preservers.count(slots, budget))
+
+    def fits(self, tokens: int, slots: int | None = None) -> bool:
+        """Whether the budget of such a row leaves room beyond what must be preserved (cheaper than a plan).
+
+        True as well where only the data can tell, because a preserver is a plain function.
+        """
+        slots = tokens if slots is None else slots
+        budget = self.budget.slots(tokens)
+        if not self.preservers.countable:
+            return True
+        preserved = self.preservers.count(slots, budget)
+        return preserved < slots and budget - preserved >= self._least_room
+
+    @property
+    def _least_room(self) -> int:
+        """Slots a budget must leave beyond the preserved ones: a centroid, unless everything else is evicted."""
+        return 0 if getattr(self.matching, "evicts", False) else 1
+
+    def _plan(self, slots: int, budget: int, preserved: int) -> Plan:
+        room, least = budget - preserved, self._least_room
+        if preserved < slots and room < least:
+            raise BudgetError(
+                f"a budget of {budget} slots ({self.budget!r}) cannot hold the {preserved} preserved slots "
+                f"{self._preserved_names()}{' and at least one centroid' if least else ''} of a row with {slots} "
+                f"slots; raise the budget to at least {preserved + least}, or preserve less"
+            )
+        return Plan(slots, budget, preserved, plan_sizes(self.schedule, slots - preserved, room, self._capacity))
+
+    def _capacity(self, length: int) -> int:
+        """The most slots that one round can remove from ``length``."""
+        if getattr(self.matching, "evicts", False):
+            return length
+        if not getattr(self.matching, "needs_partition", True):
+            return max(length - 1, 0)
+        return self._split(length).capacity
+
+    def _split(self, length: int) -> Partition:
+        partition = self.partition(length)
+        if not isinstance(partition, Partition):
+            try:
+                sources, targets = partition
+            except (TypeError, ValueError):
+                raise StageError(
+                    f"{self.partition!r} must return a Partition or a pair (sources, targets), got {partition!r}"
+                ) from None
+            partition = Partition.whole(sources, targets, length)
+        if partition.length != length:
+            raise StageError(f"{self.partition!r} was asked to split {length} slots, it split {partition.length}")
+        return partition
+
+    def _preserved_names(self) -> str:
+        return "(" + (" + ".join(map(repr, self.preservers.members)) or "none") + ")"
+
+    # -- compressing ----------------------------------------------------------------------------------------------
+
+    def __call__(self, state: KVState, *, strict: bool = True) -> KVState:
+        """Compress every row of ``state`` to its budget.
+
+        Rows within budget come back unchanged. Padding is not counted: a padded row comes out as its own unpadded run
+        would, behind empty slots (degree 0) where rows differ in length.
+
+        Args:
+            state: any KVState, also one that was compressed before.
+            strict: True raises BudgetError for a row whose budget cannot hold what must be preserved; False leaves
+                such a row as it is (what a growing cache wants: the row fits later).
+
+        Raises:
+            NonFiniteError, PositionOrderError: see :meth:`KVState.validate`. The input is never modified.
+            BudgetError: see ``strict``.
+            RotaryError: a stage compares keys before RoPE and ``state.rotary`` is not set.
+
+        Warns:
+            BudgetNotMetWarning: the schedule or a threshold stopped before the budget was reached.
+        """
+        if not isinstance(state, KVState):
+            raise ShapeError(
+                f"a compressor takes a KVState, got {type(state).__name__}; wrap tensors with "
+                "KVState.from_kv(keys, values, mask=None)"
+            )
+        state.validate()
+        with torch.no_grad():
+            return map_dense(state, lambda rows: self._compress(rows, strict))
+
+    def _compress(self, state: KVState, strict: bool) -> KVState:
+        """One group of rows: no empty slots, the same number of tokens seen."""
+        if state.slots == 0 or state.batch == 0 or state.heads == 0:
+            return state
+        seen = int(state.seen[0])
+        budget = self.budget.slots(seen)
+        if state.slots <= budget:
+            return state
+        preserved = self.preservers.select(state, budget)
+        count = int(preserved[0, 0].sum())
+        try:
+            plan = self._plan(state.slots, budget, count)
+        except BudgetError:
+            if strict:
+                raise
+            return state
+        # A stable sort of the mask lists the compressible slots first, each part still in order.
+        order = preserved.byte().argsort(dim=-1, stable=True)
+        kept, body = state.select(order[..., plan.compressible :]), state.select(order[..., : plan.compressible])
+        for size in plan.sizes:
+            body = map_dense(body, lambda rows, size=size: self._round(rows, size))  # type: ignore[misc]
+        result = replace(merge_sorted(kept, body), rounds=state.rounds + len(plan.sizes))
+        if strict and result.slots > budget:
+            warnings.warn(
+                f"{result.slots} slots are left of {state.slots}, over the budget of {budget}: "
+                + (
+                    f"{self.schedule!r} ended after {len(plan.sizes)} rounds"
+                    if not plan.met and plan.compressible
+                    else f"{count} slots are preserved"
+                    if not plan.met
+                    else f"{self.matching!r} accepted fewer merges"
+                ),
+                BudgetNotMetWarning,
+                stacklevel=2,
+            )
+        return result
+
+    def _round(self, state: KVState, size: int) -> KVState:
+        """One round on compressible slots only: from ``state.slots`` to ``size``, or as far as the matcher can."""
+        edges = min(state.slots - size, self._capacity(state.slots))
+        if edges < 1:
+            return state
+        needs_partition = getattr(self.matching, "needs_partition", True)
+        partition = self._split(state.slots) if needs_partition else Partition(state.slots, ())
+        keys, degree = self._comparable(state)
+        assignment = self.matching(keys, degree, partition, self.similarity, edges)
+        if not isinstance(assignment, Assignment):
+            raise StageError(f"{self.matching!r} must return an Assignment, got {type(assignment).__name__}")
+        if assignment.joins.shape[1] != state.heads:
+            assignment = Assignment(assignment.joins.expand(state.degree.shape).contiguous())
+        assignment.validate()
+        stays = assignment.stays
+        left = state.slots - stays.sum(-1)
+        if getattr(self.matching, "exact", True) and not bool((left == edges).all()):
+            raise StageError(
+                f"{self.matching!r} was asked to remove exactly {edges} of {state.slots} slots per head, it removed "
+                f"{int(left.min())} to {int(left.max())}; declare `exact = False` if it may remove fewer"
+            )
+        return compact(self.aggregate(state, assignment), stays)
+
+    def _comparable(self, state: KVState) -> tuple[Tensor, Tensor]:
+        """Keys and degrees as the similarity wants to see them: before or after RoPE, per head or averaged."""
+        keys = state.keys.to(accumulation_dtype(state.keys.dtype))
+        if getattr(self.similarity, "rope", "after") == "before":
+            if state.rotary is None:
+                raise RotaryError(
+                    f"{self.similarity!r} compares keys before RoPE and needs to know how they were rotated: pass "
+                    "KVState.from_kv(..., rotary=Rotary.from_theta(theta, dim)), or choose rope='after'"
+                )
+            keys = state.rotary.unrotate(keys, state.positions)
+        if getattr(self.similarity, "heads", "each") == "mean":
+            return keys.mean(1, keepdim=True), state.degree.mean(1, keepdim=True)
+        return keys, state.degree
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether a stage compares or scores keys before RoPE, so that states must carry ``rotary``."""
+        return getattr(self.similarity, "rope", "after") == "before" or any(
+            getattr(member, "needs_rotary", False) for member in self.preservers.members
+        )
+
+    def __repr__(self) -> str:
+        preserve = ", ".join(map(repr, self.preservers.members)) or "nothing"
+        lines = [
+            ("preserve", preserve),
+            ("partition", repr(self.partition)),
+            ("similarity", repr(self.similarity)),
+            ("matching", repr(self.matching)),
+            ("aggregate", repr(self.aggregate)),
+            ("schedule", repr(self.schedule)),
+            ("budget", repr(self.budget)),
+            ("backend", self.backend),
+        ]
+        return "Compressor(\n" + "".join(f"  {name:<10} = {value}\n" for name, value in lines) + ")"

@@ -1,0 +1,140 @@
+"""Ragged states: stages only ever see slots that are all live.
+
+Rows of a padded batch, or heads after a threshold, hold different numbers of live slots. Instead of teaching every
+stage to ignore empty slots, a state is split into groups that have none, each group is handled on its own (so that a
+padded row comes out exactly as its own unpadded run), and the results are put back together behind empty slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from centroidkv.errors import StageError
+from centroidkv.state import KVState
+
+Transform = Callable[[KVState], KVState]
+
+
+def map_dense(state: KVState, transform: Transform) -> KVState:
+    """Apply ``transform`` to groups of rows without empty slots and equal ``seen``; reassemble.
+
+    Empty slots are moved to the front, where left padding is, with degree 0, position 0 and zero keys and values.
+    """
+    if state.batch == 0 or state.heads == 0:
+        return transform(state)
+    counts = state.live.sum(-1)
+    uniform = bool((counts == state.slots).all()) and bool((state.seen == state.seen[0]).all())
+    if uniform:
+        return transform(state)
+    if not bool((counts == counts[:, :1]).all()):
+        return _unflatten(map_dense(_flatten(state), transform), state)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, key in enumerate(zip(counts[:, 0].tolist(), state.seen.tolist(), strict=True)):
+        groups.setdefault(key, []).append(row)
+    parts, rows = [], []
+    for (count, _), members in groups.items():
+        index = torch.tensor(members, device=state.keys.device)
+        parts.append(transform(last_live(state.rows(index), count)))
+        rows += members
+    back = torch.tensor(rows, device=state.keys.device).argsort()
+    return _stack(parts).rows(back)
+
+
+def compact(state: KVState, keep: Tensor) -> KVState:
+    """Drop the slots that are not in ``keep [B, H, T]``; heads that keep fewer start with empty slots."""
+    counts = keep.sum(-1)
+    width = int(counts.max()) if counts.numel() else 0
+    kept = replace(state, degree=torch.where(keep, state.degree, torch.zeros_like(state.degree)))
+    return last_live(kept, width)
+
+
+def last_live(state: KVState, width: int) -> KVState:
+    """The live slots of every head in order, behind as many empty ones as fill up ``width``."""
+    order = state.live.byte().argsort(dim=-1, stable=True)
+    return _blank(state.select(order[..., state.slots - width :]))
+
+
+def merge_sorted(a: KVState, b: KVState) -> KVState:
+    """Both states' slots in order of position, empty ones first."""
+    joined = _concat(a, b, axis=2)
+    order = torch.where(joined.live, joined.positions, -1).argsort(dim=-1, stable=True)
+    return joined.select(order)
+
+
+def _blank(state: KVState) -> KVState:
+    """Zero whatever empty slots still hold, so that equal states are equal tensors and nothing stale is read."""
+    live = state.live
+    if bool(live.all()):
+        return state
+    wide = live[..., None]
+    return replace(
+        state,
+        keys=state.keys.masked_fill(~wide, 0),
+        values=state.values.masked_fill(~wide, 0),
+        positions=state.positions.masked_fill(~live, 0),
+    )
+
+
+def _pad_front(state: KVState, width: int) -> KVState:
+    extra = width - state.slots
+    if extra == 0:
+        return state
+
+    def pad(x: Tensor) -> Tensor:
+        return torch.cat((x.new_zeros(*x.shape[:2], extra, *x.shape[3:]), x), 2)
+
+    return state.map_slots(pad)
+
+
+def _stack(parts: list[KVState]) -> KVState:
+    width = max(part.slots for part in parts)
+    whole = _pad_front(parts[0], width)
+    for part in parts[1:]:
+        whole = _concat(whole, _pad_front(part, width), axis=0)
+    return whole
+
+
+def _concat(a: KVState, b: KVState, axis: int) -> KVState:
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat((x, y), axis)
+
+    by_row = axis == 0
+    return replace(
+        a,
+        keys=both(a.keys, b.keys),
+        values=both(a.values, b.values),
+        degree=both(a.degree, b.degree),
+        positions=both(a.positions, b.positions),
+        rounds=max(a.rounds, b.rounds),
+        seen=both(a.seen, b.seen) if by_row else a.seen,
+        slot_data={name: both(data, b.slot_data[name]) for name, data in a.slot_data.items()},
+        head_data={name: both(data, b.head_data[name]) if by_row else data for name, data in a.head_data.items()},
+    )
+
+
+def _flatten(state: KVState) -> KVState:
+    """Every (row, head) a row of its own: [B, H, ...] -> [B * H, 1, ...]."""
+
+    def flat(x: Tensor) -> Tensor:
+        return x.flatten(0, 1).unsqueeze(1)
+
+    return state.map_slots(
+        flat,
+        seen=state.seen.repeat_interleave(state.heads),
+        head_data={name: flat(data) for name, data in state.head_data.items()},
+    )
+
+
+def _unflatten(state: KVState, like: KVState) -> KVState:
+    def back(x: Tensor) -> Tensor:
+        return x.squeeze(1).unflatten(0, (like.batch, like.heads))
+
+    if state.heads != 1:
+        raise StageError("a transform of single heads returned several")
+    return state.map_slots(
+        back, seen=like.seen, head_data={name: back(data) for name, data in state.head_data.items()}
+    )

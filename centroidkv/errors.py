@@ -1,0 +1,54 @@
+"""Every error and warning the package raises, in one place.
+
+All errors derive from :class:`CentroidKVError`, which is a ``ValueError``: code that already guards a call with
+``except ValueError`` keeps working, and ``except CentroidKVError`` catches only ours. A message says what was asked,
+what was got, and what would be right.
+"""
+
+
+class CentroidKVError(ValueError):
+    """Base class of every error raised on purpose by this package."""
+
+
+class ShapeError(CentroidKVError):
+    """A tensor has the wrong rank, or two tensors do not fit together."""
+
+
+class DtypeError(CentroidKVError):
+    """A tensor has a data type the operation is not defined for, or two tensors mix data types."""
+
+
+class DeviceError(CentroidKVError):
+    """Tensors of one state live on different devices."""
+
+
+class NonFiniteError(CentroidKVError):
+    """A live slot holds NaN or infinity, so no similarity is defined for it."""
+
+
+class PositionOrderError(CentroidKVError):
+    """Slots are not sorted by position; neighbours, and so every partition, would be meaningless."""
+
+
+class BudgetError(CentroidKVError):
+    """A budget is malformed, or smaller than what must be preserved."""
+
+
+class StageError(CentroidKVError):
+    """A stage does not satisfy its protocol, or returned something its family must not return."""
+
+
+class BackendError(CentroidKVError):
+    """The requested back end is unknown, unavailable, or would ignore the degrees."""
+
+
+class RotaryError(CentroidKVError):
+    """Keys must be un-rotated, but how they were rotated is not known."""
+
+
+class CacheError(CentroidKVError):
+    """An operation on a compressed cache has no exact answer (for instance un-merging merged slots)."""
+
+
+class BudgetNotMetWarning(UserWarning):
+    """A result holds more slots than its budget: the schedule or a threshold stopped merging earlier."""

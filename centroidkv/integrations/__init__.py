@@ -1,0 +1,1 @@
+"""Adapters to inference engines. Nothing here is imported by the core."""

@@ -1,0 +1,13 @@
+"""Hugging Face transformers: a cache that clusters itself, and the attention for it where stock attention cannot."""
+
+try:
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:  # pragma: no cover - depends on the environment
+    raise ImportError(
+        "centroidkv.integrations.transformers needs transformers: pip install 'centroidkv[transformers]'"
+    ) from error
+
+from centroidkv.integrations.transformers.attention import Enabled, enable
+from centroidkv.integrations.transformers.cache import CentroidCache
+
+__all__ = ["CentroidCache", "Enabled", "enable"]

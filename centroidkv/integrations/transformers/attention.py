@@ -1,0 +1,153 @@
+"""The attention function for models whose stock attention cannot take degrees from a cache."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from centroidkv.attention import degree_attention
+from centroidkv.errors import BackendError
+from centroidkv.integrations.transformers.release import STOCK_BIAS_BACKENDS, STOCK_TAKES_BIAS, text_config
+
+PREFIX = "centroidkv_"
+WRAPPED = ("sdpa", "eager")
+"""Stock functions that add a 4-D mask to their logits as it is, so that a mask can carry ln N."""
+
+_TAG = "_centroidkv_degree"
+
+
+class DegreeTag:
+    """Degrees that travel on a key tensor from the cache to our attention function, which signs for them."""
+
+    def __init__(self, degree: Tensor) -> None:
+        self.degree = degree
+        self.received = False
+
+    def attach(self, keys: Tensor) -> Tensor:
+        """``keys`` with this tag; the same storage."""
+        setattr(keys, _TAG, self)
+        return keys
+
+
+def log_degree_bias(degree: Tensor, groups: int, new: int) -> Tensor:
+    """ln N per query head, ``[B, Hq, 1, T]`` float32; 0 for the ``new`` last slots, which the mask takes care of."""
+    bias = degree.log()
+    bias[..., degree.shape[-1] - new :] = 0.0
+    return bias.repeat_interleave(groups, dim=1)[:, :, None, :]
+
+
+def _wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The stock function ``name``, given ln N together with its mask."""
+
+    def forward(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        stock = _stock(name, module)
+        tag: DegreeTag | None = getattr(key, _TAG, None)
+        if tag is None:
+            return stock(module, query, key, value, attention_mask, **kwargs)
+        tag.received = True
+        groups, new = query.shape[1] // key.shape[1], query.shape[2]
+        plain = attention_mask is None and not kwargs.get("dropout") and kwargs.get("softcap") is None
+        if name == "sdpa" and new == 1 and plain:
+            out = degree_attention(query, key, value, tag.degree, scale=kwargs.get("scaling"))
+            return out.transpose(1, 2).contiguous(), None
+        bias = log_degree_bias(tag.degree, groups, new).expand(-1, -1, new, -1).to(query.dtype)
+        if attention_mask is None:
+            attention_mask = _causal_tail(new, key.shape[2], query.device)
+        if attention_mask.dtype == torch.bool:
+            mask = bias.masked_fill(~attention_mask, torch.finfo(bias.dtype).min)
+        else:
+            mask = bias + attention_mask
+        return stock(module, query, key, value, mask.contiguous(), **kwargs)
+
+    return forward
+
+
+def _causal_tail(new: int, slots: int, device: torch.device) -> Tensor:
+    """[1, 1, new, slots] bool: the last ``new`` slots are the queries' own, hidden from earlier queries."""
+    return torch.ones(new, slots, dtype=torch.bool, device=device).tril(slots - new)[None, None]
+
+
+def _stock(name: str, module: torch.nn.Module) -> Callable[..., Any]:
+    if name != "eager":
+        return ALL_ATTENTION_FUNCTIONS[name]
+    # Eager attention is not registered: each model file has its own, next to its attention classes.
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise BackendError(
+        f"{type(module).__name__} has no eager_attention_forward in its module; load the model with "
+        "attn_implementation='sdpa'"
+    )
+
+
+def takes_tags(config: Any) -> bool:
+    """Whether the model attends through our function."""
+    return str(config._attn_implementation).startswith(PREFIX)
+
+
+class Enabled:
+    """What :func:`enable` returns: undo it with :meth:`undo`, or use it as a context manager."""
+
+    def __init__(self, model: Any, before: str | None) -> None:
+        self._model, self._before = model, before
+
+    def undo(self) -> None:
+        """Give the model back its own attention function; further calls do nothing."""
+        if self._before is not None:
+            self._model.set_attn_implementation(self._before)
+            self._before = None
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def enable(model: Any) -> Enabled:
+    """Let ``model`` attend to degrees, in releases and with back ends whose own attention cannot.
+
+    Switches the model, through its public ``set_attn_implementation``, to a function that calls the stock one with
+    ln N added to its mask (and :func:`~centroidkv.attention.degree_attention` for single tokens). Without a compressed
+    cache the stock function is called as it is. Harmless where it is not needed.
+
+    Args:
+        model: a transformers model that attends with "sdpa" or "eager" ("flex_attention" is left alone in releases
+            that hand it the degrees themselves).
+
+    Returns:
+        A handle: ``handle.undo()``, or ``with enable(model): ...`` which undoes also after an exception.
+
+    Raises:
+        BackendError: the model's attention would ignore the degrees and cannot be wrapped.
+    """
+    name = text_config(model.config)._attn_implementation
+    if str(name).startswith(PREFIX) or (name in STOCK_BIAS_BACKENDS and name not in WRAPPED and STOCK_TAKES_BIAS):
+        return Enabled(model, None)
+    if name not in WRAPPED:
+        raise BackendError(
+            f"attention {name!r} cannot be given the degrees of a compressed cache; load the model with "
+            f"attn_implementation= one of {WRAPPED}, or call model.set_attn_implementation('sdpa') first"
+        )
+    AttentionInterface.register(PREFIX + name, _wrap(name))
+    AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    model.set_attn_implementation(PREFIX + name)
+    return Enabled(model, name)

@@ -1,0 +1,84 @@
+"""One compressed layer in the shape that transformers expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from centroidkv.cache import GrowingState
+from centroidkv.integrations.transformers.release import query_length, tokens_to_remove
+
+
+class CentroidLayer(CacheLayerMixin):
+    """A GrowingState behind transformers' cache-layer interface.
+
+    ``get_seq_length`` counts tokens (position ids go on counting), ``get_mask_sizes`` counts slots: old slots stand
+    directly before the new tokens, as in a sliding window, so causal masks need no change. Left padding stays masked
+    correctly too, because empty slots are at the front, where a row's padding columns are.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, growing: GrowingState) -> None:
+        # The base class would set keys, values and is_initialized, which are properties here.
+        self.growing = growing
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.growing.state is None else self.growing.state.keys
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.growing.state is None else self.growing.state.values
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.growing.state is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the first append brings shapes and types."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("CentroidCache.update appends to its layers itself, it needs the degrees as well")
+
+    def get_mask_sizes(self, query: Any) -> tuple[int, int]:
+        """(slots that this step attends to, offset that makes the newest slot the newest token)."""
+        return self.growing.physical + query_length(query), self.growing.logical - self.growing.physical
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, not slots held."""
+        return self.growing.logical
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        self.growing.clear()
+
+    def offload(self) -> None:
+        raise NotImplementedError("offloading a compressed layer is not supported yet")
+
+    prefetch = offload
+
+    def crop(self, length: int) -> None:
+        """Take back tokens that were not clustered yet; CacheError for others."""
+        self.growing.crop(tokens_to_remove(length, self.growing.logical))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.growing.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.growing.state is not None:
+            self.growing.reorder(torch.arange(self.growing.state.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.growing.state is not None:
+            self.growing.reorder(torch.arange(self.growing.state.batch)[indices.cpu()])

@@ -1,0 +1,48 @@
+"""How a transformers model rotates its keys, read off its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from centroidkv.errors import RotaryError
+from centroidkv.rotary import Rotary
+
+HALF_LAYOUT = frozenset(
+    "gemma gemma2 gemma3 gemma3_text granite llama mistral mixtral olmo olmo2 phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe "
+    "smollm3 stablelm starcoder2".split()
+)
+"""Model types that pair channel i with i + h. Others are refused rather than guessed: a wrong pairing would not fail,
+it would quietly compare scrambled keys."""
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""RoPE types whose frequencies change with the sequence length, so that cached keys do not share one rotation."""
+
+
+def rotary_of(config: Any, layer_type: str = "full_attention") -> Rotary:
+    """The rotation of a decoder's ``layer_type`` layers.
+
+    Raises:
+        RotaryError: the layout or the scaling of this model is not known; says how to pass it by hand.
+    """
+    by_hand = "pass CentroidCache(..., rotary=Rotary(inv_freq, ...)), or choose a compressor that looks at keys as cached"
+    if config.model_type not in HALF_LAYOUT:
+        raise RotaryError(f"the channel layout of RoPE in {config.model_type!r} models is not known here; {by_hand}")
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters and layer_type in parameters:
+        parameters = parameters[layer_type]
+    if not parameters or "rope_theta" not in parameters:
+        raise RotaryError(f"the configuration of this {config.model_type!r} model has no rope_theta; {by_hand}")
+    kind = parameters.get("rope_type", "default")
+    if kind in LENGTH_DEPENDENT:
+        raise RotaryError(f"RoPE of type {kind!r} changes with the sequence length; {by_hand}")
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    partial = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    if kind == "default":
+        return Rotary.from_theta(parameters["rope_theta"], int(size * partial))
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise RotaryError(f"RoPE of type {kind!r} is not known to this transformers release; {by_hand}")
+    nested = {"layer_type": layer_type} if layer_type in config.rope_parameters else {}
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, device="cpu", **nested)
+    return Rotary(inv_freq.float(), scaling=float(scaling))

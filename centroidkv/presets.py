@@ -1,0 +1,118 @@
+"""Named methods, each assembled from public parts.
+
+Every preset takes a budget (a Budget, a float ratio or a whole number of slots) and returns a Compressor. Where a paper
+leaves a number open, the number is ours; the sources name the idea, not our settings.
+"""
+
+from __future__ import annotations
+
+from centroidkv.compressor import Compressor
+from centroidkv.matching import BipartiteSoftMatching, Evict, KMeans
+from centroidkv.partition import Alternating
+from centroidkv.preserve import Distinctive, Recent, Sinks
+from centroidkv.records import Budget
+from centroidkv.schedule import Constant, FewestRounds, LinearAnnealing
+from centroidkv.similarity import Cosine, NegativeEuclidean
+
+QUARTER = Budget.ratio(0.25)
+SMALL_STEPS = LinearAnnealing(initial=0.1, delta=0.005)
+"""Many small rounds: they blur less than few big ones (README, "Choosing")."""
+
+
+def centroidkv(budget: Budget | float = QUARTER) -> Compressor:
+    """Chunked soft matching with sinks and a recent window: CentroidKV, arXiv 2506.11418."""
+    return (
+        Compressor.builder()
+        .preserve(Sinks(4), Recent(64))
+        .partition(Alternating(chunk_size=256))
+        .matching(BipartiteSoftMatching(rank="sequence"))
+        .schedule(SMALL_STEPS)
+        .budget(budget)
+        .build()
+    )
+
+
+def distinctive(budget: Budget | float = QUARTER) -> Compressor:
+    """Chunked soft matching that sets aside the keys of highest statistical leverage before RoPE. Ours.
+
+    The score is that of *Compactor*, arXiv 2507.08143, which evicts by it; here the rest is clustered.
+    """
+    return (
+        Compressor.builder()
+        .preserve(Sinks(4), Recent(64), Distinctive(score="leverage", share=0.5))
+        .partition(Alternating(chunk_size=256))
+        .schedule(SMALL_STEPS)
+        .budget(budget)
+        .build()
+    )
+
+
+def tome(budget: Budget | float = QUARTER) -> Compressor:
+    """Token merging over the whole sequence, one decision for all heads: arXiv 2210.09461. Nothing is preserved."""
+    return (
+        Compressor.builder()
+        .preserve()
+        .partition(Alternating(chunk_size=None))
+        .similarity(Cosine(heads="mean"))
+        .schedule(Constant(0.5))
+        .budget(budget)
+        .build()
+    )
+
+
+def kmeans(budget: Budget | float = QUARTER) -> Compressor:
+    """Ten Lloyd iterations per head between sinks and recent window: the offline clustering to compare with."""
+    return (
+        Compressor.builder()
+        .preserve(Sinks(4), Recent(64))
+        .similarity(NegativeEuclidean())
+        .matching(KMeans(iterations=10))
+        .schedule(FewestRounds())
+        .budget(budget)
+        .build()
+    )
+
+
+def streaming_llm(budget: Budget | float = QUARTER) -> Compressor:
+    """Four sinks and the most recent tokens, the rest evicted: arXiv 2309.17453.
+
+    Keys stay at their original positions; the original rotates them anew by their place in the cache.
+    """
+    return (
+        Compressor.builder()
+        .preserve(Sinks(4), Recent(share=1.0))
+        .matching(Evict())
+        .schedule(FewestRounds())
+        .budget(budget)
+        .build()
+    )
+
+
+def keydiff(budget: Budget | float = QUARTER) -> Compressor:
+    """Keep the keys least like the mean direction, per head, evict the rest: KeyDiff, arXiv 2504.15364."""
+    return (
+        Compressor.builder()
+        .preserve(Distinctive(score="cosine", share=1.0, rope="after"))
+        .matching(Evict())
+        .schedule(FewestRounds())
+        .budget(budget)
+        .build()
+    )
+
+
+def knorm(budget: Budget | float = QUARTER) -> Compressor:
+    """Keep the keys of lowest norm, per head, evict the rest: arXiv 2406.11430."""
+    return (
+        Compressor.builder()
+        .preserve(Distinctive(score="low_norm", share=1.0, rope="after"))
+        .matching(Evict())
+        .schedule(FewestRounds())
+        .budget(budget)
+        .build()
+    )
+
+
+ALL = {
+    preset.__name__: preset for preset in (centroidkv, distinctive, tome, kmeans, streaming_llm, keydiff, knorm)
+}
+"""Every preset by name."""

@@ -1,0 +1,94 @@
+"""What a stage must offer: one Protocol per family.
+
+Any object that fits is a stage; nothing is registered and nothing is subclassed. Where a plain function is enough the
+protocol is a call signature, so a lambda fits too. Optional attributes declare capabilities and are read with a
+default, so a small stage need not mention them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from centroidkv.records import Assignment, Partition
+from centroidkv.state import KVState
+
+
+@runtime_checkable
+class Preserver(Protocol):
+    """Chooses slots that are set aside before clustering and stay bit-identical.
+
+    Instead of a class, a plain function ``state -> mask [B, H, T]`` also serves; every (row, head) must then mark the
+    same number of slots, and plans cannot be made ahead of the data.
+    """
+
+    @property
+    def share(self) -> float | None:
+        """Share of the free budget it takes (the budget less all fixed counts), or None for a fixed count."""
+        ...
+
+    def count(self, free_budget: int) -> int:
+        """How many slots it wants; a fixed preserver ignores ``free_budget``."""
+        ...
+
+    def select(self, state: KVState, free: Tensor, count: int) -> Tensor:
+        """A mask ``[B, H, T]`` with exactly ``count`` slots of ``free [B, H, T]`` set in every (row, head)."""
+        ...
+
+
+@runtime_checkable
+class Partitioner(Protocol):
+    """Splits ``length`` slots into sources and targets: a pure function of the length.
+
+    May return a :class:`Partition` or simply a pair ``(sources, targets)`` of index lists.
+    """
+
+    def __call__(self, length: int, /) -> Partition: ...
+
+
+@runtime_checkable
+class Similarity(Protocol):
+    """Scores all pairs: ``a [..., m, D]``, ``b [..., n, D]`` (float32) -> ``[..., m, n]``, larger = more alike.
+
+    Optional attributes: ``rope`` ("after", the default: keys as cached; "before": keys un-rotated by their positions)
+    and ``heads`` ("each", the default: every KV head decides for itself; "mean": one decision on head-mean keys).
+    """
+
+    def __call__(self, a: Tensor, b: Tensor, /) -> Tensor: ...
+
+
+@runtime_checkable
+class Matcher(Protocol):
+    """Decides which slots join which: at most ``edges`` slots leave, each for a slot that stays.
+
+    ``keys [B, H, T, D]`` are float32 and prepared as the similarity declares; ``degree [B, H, T]`` is their mass.
+    Optional attributes: ``needs_partition`` (default True; False: works on all slots and may remove all but one),
+    ``evicts`` (default False; True: removed slots join nothing, so all of them may go), ``exact`` (default True;
+    False: may remove fewer than ``edges``).
+    """
+
+    def __call__(
+        self, keys: Tensor, degree: Tensor, partition: Partition, similarity: Similarity, edges: int, /
+    ) -> Assignment: ...
+
+
+@runtime_checkable
+class Aggregator(Protocol):
+    """Carries an assignment out: the merged keys, values and degrees of the slots that stay.
+
+    Returns a state of the *same* T in which slots that left are ignored; the compressor drops them. Slots that nothing
+    joined must come out bit-identical.
+    """
+
+    def __call__(self, state: KVState, assignment: Assignment, /) -> KVState: ...
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """The rate of round j = 0, 1, ...: the share of compressible slots it is to remove, in [0, 1]; 0 ends the run.
+
+    A round never removes more than its matcher can: half of the slots for a bipartite one.
+    """
+
+    def __call__(self, round_index: int, /) -> float: ...

@@ -1,0 +1,71 @@
+"""Rotary position embedding: how cached keys were rotated, so that they can be un-rotated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from centroidkv.errors import RotaryError
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """The rotation that turned a key into the cached key of position p.
+
+    Channel pair (x_i, x_{i+h}), h = number of frequencies, turns by the angle p * inv_freq_i and is scaled by
+    ``scaling`` ("half" layout: Llama, Mistral, Qwen, Gemma, Phi-3; ``interleaved=True`` pairs x_{2i} with x_{2i+1}).
+    Channels beyond 2h are not rotated (partial rotary embedding).
+
+    Args:
+        inv_freq: angular frequencies, shape ``[h]``, radians per token.
+        scaling: factor that multiplied cos and sin (YaRN's attention factor); 1.0 for plain RoPE.
+        interleaved: whether pairs are neighbouring channels.
+
+    Source: Su et al., *RoFormer*, arXiv 2104.09864.
+
+    >>> rotary = Rotary.from_theta(10_000.0, dim=8)
+    >>> keys, positions = torch.randn(1, 2, 5, 8), torch.arange(5).expand(1, 2, 5)
+    >>> bool(torch.allclose(rotary.unrotate(rotary.rotate(keys, positions), positions), keys, atol=1e-6))
+    True
+    """
+
+    inv_freq: Tensor
+    scaling: float = 1.0
+    interleaved: bool = False
+
+    @classmethod
+    def from_theta(cls, theta: float, dim: int) -> Rotary:
+        """Plain RoPE over ``dim`` channels: inv_freq_i = theta^(-2i/dim)."""
+        if dim < 2 or dim % 2:
+            raise RotaryError(f"RoPE rotates an even number of channels >= 2, got dim={dim}")
+        exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        return cls((theta**-exponent).float())
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Rotate ``keys [..., T, D]`` forward by ``positions [..., T]``; float32 result."""
+        return self._turn(keys, positions, +1.0, self.scaling)
+
+    def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Undo :meth:`rotate`: the keys as they were before RoPE; float32 result."""
+        return self._turn(keys, positions, -1.0, 1.0 / self.scaling)
+
+    def _turn(self, keys: Tensor, positions: Tensor, sign: float, scaling: float) -> Tensor:
+        half = self.inv_freq.shape[0]
+        if keys.shape[-1] < 2 * half:
+            raise RotaryError(
+                f"this rotary embedding turns {2 * half} channels, but the keys have only {keys.shape[-1]}; "
+                "build it with the model's own rotary dimension"
+            )
+        # float32 angles are exact enough to 2^24 tokens only if the product is taken in float64 for large positions
+        angle = (positions.double()[..., None] * self.inv_freq.to(positions.device).double()).float()
+        cos, sin = angle.cos() * scaling, angle.sin() * (sign * scaling)
+        turned, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :].float()
+        if self.interleaved:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+        else:
+            first, second = turned[..., :half], turned[..., half:]
+        a, b = first * cos - second * sin, second * cos + first * sin
+        out = torch.stack((a, b), -1).flatten(-2) if self.interleaved else torch.cat((a, b), -1)
+        return torch.cat((out, rest), -1)
