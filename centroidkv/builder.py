@@ -102,8 +102,7 @@ def _check_callable(name: str, part: Any) -> None:
         raise StageError(f"{name} got the class {part.__name__}; pass an instance: .{name}({part.__name__}())")
     if not callable(part):
         raise StageError(
-            f"{name} needs an object that can be called as centroidkv.protocols describes for its family, "
-            f"got {part!r}"
+            f"{name} needs an object that can be called as centroidkv.protocols describes for its family, got {part!r}"
         )
 
 
@@ -116,9 +115,7 @@ def _preserver(member: Any) -> Any:
         return member
     if callable(member):
         return MaskPreserver(member)
-    raise StageError(
-        f"preserve takes preservers such as Sinks(4) or functions state -> mask [B, H, T], got {member!r}"
-    )
+    raise StageError(f"preserve takes preservers such as Sinks(4) or functions state -> mask [B, H, T], got {member!r}")
 
 
 def _backend(name: str) -> str:
@@ -136,7 +133,7 @@ def _check_budget(compressor: Compressor) -> None:
     """What can be known before any data: shares, and a budget in tokens against fixed counts."""
     preservers, budget = compressor.preservers, compressor.budget
     evicts = getattr(compressor.matching, "evicts", False)
-    total = sum(member.share for member in preservers.shared)
+    total = sum(member.share or 0.0 for member in preservers.shared)
     if total > 1 + 1e-9 or (total > 1 - 1e-9 and not evicts):
         raise BudgetError(
             f"the shares of {', '.join(map(repr, preservers.shared))} add up to {total:g} of the free budget"

@@ -135,6 +135,4 @@ def _unflatten(state: KVState, like: KVState) -> KVState:
 
     if state.heads != 1:
         raise StageError("a transform of single heads returned several")
-    return state.map_slots(
-        back, seen=like.seen, head_data={name: back(data) for name, data in state.head_data.items()}
-    )
+    return state.map_slots(back, seen=like.seen, head_data={name: back(data) for name, data in state.head_data.items()})

@@ -112,7 +112,5 @@ def knorm(budget: Budget | float = QUARTER) -> Compressor:
     )
 
 
-ALL = {
-    preset.__name__: preset for preset in (centroidkv, distinctive, tome, kmeans, streaming_llm, keydiff, knorm)
-}
+ALL = {preset.__name__: preset for preset in (centroidkv, distinctive, tome, kmeans, streaming_llm, keydiff, knorm)}
 """Every preset by name."""

@@ -142,7 +142,7 @@ class KVState:
 
     def map_slots(self, change: Callable[[Tensor], Tensor], **others: Any) -> KVState:
         """``change`` applied to every tensor with a slot axis ``[B, H, T, ...]``; ``others`` replace other fields."""
-        changed = {name: change(getattr(self, name)) for name in _SLOT_TENSORS}
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _SLOT_TENSORS}
         data = {name: change(data) for name, data in self.slot_data.items()}
         return replace(self, **changed, slot_data=data, **others)
 
@@ -208,9 +208,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def _check_layout(state: KVState) -> None:
     keys, values, degree, positions = state.keys, state.values, state.degree, state.positions
     if keys.ndim != 4 or values.ndim != 4:
-        raise ShapeError(
-            f"keys and values must be [B, H, T, D], got {tuple(keys.shape)} and {tuple(values.shape)}"
-        )
+        raise ShapeError(f"keys and values must be [B, H, T, D], got {tuple(keys.shape)} and {tuple(values.shape)}")
     if keys.shape[:3] != values.shape[:3]:
         raise ShapeError(
             f"keys {tuple(keys.shape)} and values {tuple(values.shape)} must agree in B, H and T; "

@@ -20,6 +20,4 @@ class KeepTargetKey:
 
     def __call__(self, state: KVState, assignment: Assignment) -> KVState:
         degree = state.degree + sum_merges(state.degree, assignment)
-        return replace(
-            state, degree=degree, values=weighted_mean(state.values, state.degree, degree, assignment)
-        )
+        return replace(state, degree=degree, values=weighted_mean(state.values, state.degree, degree, assignment))

@@ -31,7 +31,8 @@ def degree_attention(
 
     Args:
         query: ``[B, Hq, L, D]``; Hq a multiple of H, query head h reads KV head h // (Hq / H).
-        keys, values: ``[B, H, T, D]`` and ``[B, H, T, Dv]``, same dtype and device as the query.
+        keys: ``[B, H, T, D]``, same dtype and device as the query.
+        values: ``[B, H, T, Dv]``, likewise.
         degree: ``[B, H, T]`` float32; 0 masks a slot.
         scale: factor on q.k; default 1 / sqrt(D).
         causal: the queries are the newest L tokens and own the last L slots: query i does not see slots after

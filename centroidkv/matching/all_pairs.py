@@ -31,7 +31,8 @@ class AllPairsMatching:
         index = torch.arange(slots, device=keys.device)
         pairs = similarity(keys, keys)
         # Rounding may make sim(i, j) and sim(j, i) differ; one number per pair, or "each other's best" may not exist.
-        pairs = torch.maximum(pairs, pairs.mT).masked_fill(torch.eye(slots, dtype=torch.bool, device=keys.device), -torch.inf)
+        self_pairs = torch.eye(slots, dtype=torch.bool, device=keys.device)
+        pairs = torch.maximum(pairs, pairs.mT).masked_fill(self_pairs, -torch.inf)
         partner = index.expand(keys.shape[:3]).clone()
         weight = torch.full_like(pairs[..., 0], -torch.inf)
         for _ in range(slots // 2):

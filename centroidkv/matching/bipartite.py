@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +42,7 @@ class BipartiteSoftMatching:
             return candidates.accept(best(candidates.score, edges))
         sizes = candidates.chunk_sizes
         quotas = share_out(edges, sizes)
-        chosen = [
-            best(score, quota)
-            for score, quota in zip(candidates.score.split(sizes, -1), quotas, strict=True)
-        ]
+        chosen = [best(score, quota) for score, quota in zip(candidates.score.split(sizes, -1), quotas, strict=True)]
         return candidates.accept(torch.cat(chosen, -1) if chosen else candidates.score.bool())
 
 
@@ -57,8 +55,5 @@ def share_out(total: int, sizes: list[int]) -> list[int]:
     [2, 2, 1]
     """
     whole = max(sum(sizes), 1)
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    marks = [total * end // whole for end in ends]
-    return [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    marks = [total * end // whole for end in itertools.accumulate(sizes, initial=0)]
+    return [after - before for before, after in itertools.pairwise(marks)]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from centroidkv.errors import StageError
-from centroidkv.matching.candidates import best
 from centroidkv.protocols import Similarity
 from centroidkv.records import Assignment, Partition
 
@@ -47,7 +46,8 @@ class KMeans:
             cluster = similarity(keys, centroids).argmax(-1)
             wide = cluster[..., None]
             total = torch.zeros_like(mass[:, :, :count]).scatter_add(2, wide, mass)
-            moved = torch.zeros_like(centroids).scatter_add(2, wide.expand_as(keys), mass * keys) / total.clamp(min=torch.finfo(keys.dtype).tiny)
+            moment = torch.zeros_like(centroids).scatter_add(2, wide.expand_as(keys), mass * keys)
+            moved = moment / total.clamp(min=torch.finfo(keys.dtype).tiny)
             centroids = torch.where(total > 0, moved, centroids)
         score, cluster = similarity(keys, centroids).max(-1)
 

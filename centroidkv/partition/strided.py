@@ -37,6 +37,4 @@ class Strided:
             raise StageError(f"stride is a whole number >= 2, got {self.stride!r}")
 
     def __call__(self, length: int) -> Partition:
-        return split_chunks(
-            length, self.chunk_size, lambda size: torch.arange(size) % self.stride != self.stride - 1
-        )
+        return split_chunks(length, self.chunk_size, lambda size: torch.arange(size) % self.stride != self.stride - 1)

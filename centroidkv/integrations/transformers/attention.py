@@ -38,7 +38,7 @@ class DegreeTag:
 
 
 def log_degree_bias(degree: Tensor, groups: int, new: int) -> Tensor:
-    """ln N per query head, ``[B, Hq, 1, T]`` float32; 0 for the ``new`` last slots, which the mask takes care of."""
+    """Ln N per query head, ``[B, Hq, 1, T]`` float32; 0 for the ``new`` last slots, which the mask takes care of."""
     bias = degree.log()
     bias[..., degree.shape[-1] - new :] = 0.0
     return bias.repeat_interleave(groups, dim=1)[:, :, None, :]

@@ -30,15 +30,15 @@ class CentroidLayer(CacheLayerMixin):
         self.growing = growing
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:
         return None if self.growing.state is None else self.growing.state.keys
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:
         return None if self.growing.state is None else self.growing.state.values
 
     @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
+    def is_initialized(self) -> bool:
         return self.growing.state is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

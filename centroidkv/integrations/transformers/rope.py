@@ -10,8 +10,10 @@ from centroidkv.errors import RotaryError
 from centroidkv.rotary import Rotary
 
 HALF_LAYOUT = frozenset(
-    "gemma gemma2 gemma3 gemma3_text granite llama mistral mixtral olmo olmo2 phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe "
-    "smollm3 stablelm starcoder2".split()
+    (
+        *("gemma", "gemma2", "gemma3", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2"),
+        *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+    )
 )
 """Model types that pair channel i with i + h. Others are refused rather than guessed: a wrong pairing would not fail,
 it would quietly compare scrambled keys."""
@@ -26,7 +28,9 @@ def rotary_of(config: Any, layer_type: str = "full_attention") -> Rotary:
     Raises:
         RotaryError: the layout or the scaling of this model is not known; says how to pass it by hand.
     """
-    by_hand = "pass CentroidCache(..., rotary=Rotary(inv_freq, ...)), or choose a compressor that looks at keys as cached"
+    by_hand = (
+        "pass CentroidCache(..., rotary=Rotary(inv_freq, ...)), or choose a compressor that looks at keys as cached"
+    )
     if config.model_type not in HALF_LAYOUT:
         raise RotaryError(f"the channel layout of RoPE in {config.model_type!r} models is not known here; {by_hand}")
     parameters = getattr(config, "rope_parameters", None)

@@ -1,0 +1,101 @@
+"""``centroidkv demo``: compress a real model's cache, show what it saved and what it cost."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from centroidkv import presets
+from centroidkv.cli.needle import Needle, Outcome, ask, make_needle
+from centroidkv.cli.picture import draw_similarity
+from centroidkv.integrations.transformers import load_smollm2
+
+PICTURE_LAYER = 10
+RUNS = (
+    ("full cache", "centroidkv", 1.0),
+    ("streaming_llm", "streaming_llm", 0.5),
+    ("streaming_llm", "streaming_llm", 0.25),
+    ("centroidkv", "centroidkv", 0.5),
+    ("centroidkv", "centroidkv", 0.25),
+    ("distinctive", "distinctive", 0.5),
+    ("distinctive", "distinctive", 0.25),
+)
+HEADER = ("method", "budget", "slots", "MiB", "bytes", "compress s", "answer", "exact", "NLL", "tok/s")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``centroidkv demo``."""
+    parser.add_argument("--tokens", type=int, default=3000, help="length of the prose in tokens (default 3000)")
+    parser.add_argument("--seed", type=int, default=0, help="which prose, which number (default 0)")
+    parser.add_argument("--depth", type=float, default=0.4, help="where in the prose the number is hidden, 0..1")
+    parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="where to save the picture")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo and print its table."""
+    steps = tqdm(total=len(RUNS) + 2, desc="loading SmolLM2-135M", file=sys.stderr, leave=False)
+    model, tokenizer = load_smollm2()
+    needle = make_needle(tokenizer, options.tokens, options.depth, options.seed)
+    steps.update()
+    rows: list[Sequence[str]] = []
+    for name, preset, budget in RUNS:
+        steps.set_description(f"{name} at {budget:.0%}")
+        rows.append(_row(name, budget, ask(model, tokenizer, needle, presets.ALL[preset](budget))))
+        steps.update()
+    steps.set_description("drawing keys")
+    _draw(model, needle, options.picture)
+    steps.update()
+    steps.close()
+
+    print(
+        f"A number is hidden in {needle.context.shape[1]} tokens of prose, which are compressed before it is asked for."
+    )
+    print(f"SmolLM2-135M-Instruct, float32, {torch.get_num_threads()} threads. The right answer is {needle.number}.\n")
+    print(format_table(HEADER, rows))
+    print(
+        "\nslots: kept of the context, per KV head. bytes: share of the full keys and values. NLL: of the right answer,"
+        "\nnats per token, lower is better. tok/s: decoding, after compression."
+        f"\nKey similarity of layer {PICTURE_LAYER} is drawn in {options.picture}."
+    )
+    return 0
+
+
+def _row(name: str, budget: float, outcome: Outcome) -> Sequence[str]:
+    stats = outcome.stats
+    answer = outcome.answer if len(outcome.answer) <= 22 else outcome.answer[:19] + "..."
+    return (
+        name,
+        f"{budget:.0%}",
+        f"{stats.physical}/{stats.logical}",
+        f"{stats.bytes / 2**20:.1f}",
+        f"{stats.share:.1%}",
+        f"{stats.seconds:.2f}",
+        answer,
+        "yes" if outcome.exact else "no",
+        f"{outcome.nll:.3f}",
+        f"{outcome.tokens_per_second:.1f}",
+    )
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns also line up as plain text."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+
+
+@torch.no_grad()
+def _draw(model: Any, needle: Needle, path: Path) -> None:
+    cache = DynamicCache(config=model.config)
+    model(needle.context[:, :1024], past_key_values=cache, logits_to_keep=1)
+    keys = cache.layers[PICTURE_LAYER].keys
+    draw_similarity(keys[0], path, f"SmolLM2-135M, layer {PICTURE_LAYER}: keys as cached (after RoPE)")
