@@ -19,7 +19,7 @@ from centroidkv.integrations.transformers import load_smollm2
 
 PICTURE_LAYER = 10
 RUNS = (
-    ("full cache", "centroidkv", 1.0),
+    ("full cache", None, 1.0),
     ("streaming_llm", "streaming_llm", 0.5),
     ("streaming_llm", "streaming_llm", 0.25),
     ("centroidkv", "centroidkv", 0.5),
@@ -47,16 +47,16 @@ def run(options: argparse.Namespace) -> int:
     rows: list[Sequence[str]] = []
     for name, preset, budget in RUNS:
         steps.set_description(f"{name} at {budget:.0%}")
-        rows.append(_row(name, budget, ask(model, tokenizer, needle, presets.ALL[preset](budget))))
+        compressor = presets.ALL[preset](budget) if preset else None
+        rows.append(_row(name, budget, ask(model, tokenizer, needle, compressor)))
         steps.update()
     steps.set_description("drawing keys")
     _draw(model, needle, options.picture)
     steps.update()
     steps.close()
 
-    print(
-        f"A number is hidden in {needle.context.shape[1]} tokens of prose, which are compressed before it is asked for."
-    )
+    length = needle.context.shape[1]
+    print(f"A number is hidden in {length} tokens of prose, which are compressed before it is asked for.")
     print(f"SmolLM2-135M-Instruct, float32, {torch.get_num_threads()} threads. The right answer is {needle.number}.\n")
     print(format_table(HEADER, rows))
     print(
@@ -88,9 +88,8 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns also line up as plain text."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines
-    )
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)
 
 
 @torch.no_grad()

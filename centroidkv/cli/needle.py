@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import textwrap
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pydoc_data import topics
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from centroidkv.cache import CacheStats
 from centroidkv.compressor import Compressor
@@ -78,15 +80,15 @@ def make_needle(
 
 
 @torch.no_grad()
-def ask(model: Any, tokenizer: Any, needle: Needle, compressor: Compressor, interval: int = 128) -> Outcome:
+def ask(model: Any, tokenizer: Any, needle: Needle, compressor: Compressor | None, interval: int = 128) -> Outcome:
     """Read the context, compress it, then ask: the compressor does not know the question.
 
-    nll is the mean negative log-likelihood (nats per token) of the right answer, teacher-forced.
+    Without a compressor the plain model runs with its own full cache. nll is the mean negative log-likelihood (nats per token) of the right answer, teacher-forced.
     """
-    cache = CentroidCache(compressor, interval=interval)
-    with enable(model):
+    cache = CentroidCache(compressor, interval=interval) if compressor else DynamicCache(config=model.config)
+    with enable(model) if compressor else nullcontext():
         model(needle.context, past_key_values=cache, logits_to_keep=1)
-        stats = cache.stats()
+        stats = cache.stats() if isinstance(cache, CentroidCache) else _full_stats(cache)
         tail = torch.cat((needle.question, needle.answer), -1)
         logits = model(tail, past_key_values=cache, logits_to_keep=needle.answer.shape[1] + 1).logits
         nll = torch.nn.functional.cross_entropy(logits[0, :-1].float(), needle.answer[0]).item()
@@ -107,3 +109,9 @@ def ask(model: Any, tokenizer: Any, needle: Needle, compressor: Compressor, inte
     text = tokenizer.decode(new, skip_special_tokens=True).strip()
     answer = text.split("\n")[0]
     return Outcome(stats, answer, needle.number in text.replace(",", ""), nll, len(new) / seconds)
+
+
+def _full_stats(cache: DynamicCache) -> CacheStats:
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    length = cache.get_seq_length()
+    return CacheStats(len(cache.layers), logical=length, physical=length, bytes=held, bytes_full=held)
