@@ -44,6 +44,20 @@ def map_dense(state: KVState, transform: Transform) -> KVState:
     return _stack(parts).rows(back)
 
 
+def map_rows(state: KVState, rows: list[int], transform: Transform) -> KVState:
+    """Apply ``transform`` to some rows only; the others keep their slots. No wider than the longest row needs."""
+    if len(rows) == state.batch:
+        return transform(state)
+    others = [row for row in range(state.batch) if row not in rows]
+
+    def index(numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=state.keys.device)
+
+    changed, same = transform(state.rows(index(rows))), state.rows(index(others))
+    width = max(int(part.live.sum(-1).max()) for part in (changed, same))
+    return _stack([last_live(changed, width), last_live(same, width)]).rows(index(rows + others).argsort())
+
+
 def compact(state: KVState, keep: Tensor) -> KVState:
     """Drop the slots that are not in ``keep [B, H, T]``; heads that keep fewer start with empty slots."""
     counts = keep.sum(-1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from centroidkv.compressor import Compressor
+from centroidkv.dense import map_rows
 from centroidkv.errors import CacheError, StageError
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
@@ -19,7 +21,7 @@ class GrowingState:
     The tokens that trigger a compression still attend to the uncompressed slots: :meth:`append` returns those and
     stores the compressed state, so the full keys are freed as soon as this layer's attention is done with them.
     Between two events the state holds at most budget + interval slots (if the matcher is exact and appends are shorter
-    than the interval).
+    than the interval). Every row of a batch has its own clock, so a padded row fares as it would alone.
 
     Args:
         compressor: what to do.
@@ -40,11 +42,13 @@ class GrowingState:
         self.state: KVState | None = None
         self.logical = 0
         """Columns seen, padding included: what position ids and padding masks count."""
-        self.events = 0
         self.seconds = 0.0
-        self._since_event = 0
-        self._seen: list[int] = []
-        self._live: list[int] = []
+        self._clocks: list[_RowClock] = []
+
+    @property
+    def events(self) -> int:
+        """How often clustering ran, of the row where it ran most."""
+        return max((clock.events for clock in self._clocks), default=0)
 
     @property
     def physical(self) -> int:
@@ -76,30 +80,30 @@ class GrowingState:
             Whatever the compressor raises; the layer is then as it was before the call.
         """
         grown = self._grow(keys, values, real)
-        new = [keys.shape[2]] * keys.shape[0] if real is None else real.sum(-1).tolist()
-        seen = [a + b for a, b in zip(self._seen or [0] * len(new), new, strict=True)]
-        live = [a + b for a, b in zip(self._live or [0] * len(new), new, strict=True)]
-        since = self._since_event + keys.shape[2]
+        length = keys.shape[2]
+        new = [length] * keys.shape[0] if real is None else real.sum(-1).tolist()
+        clocks = [
+            clock.after(n, length) for clock, n in zip(self._clocks or [_RowClock()] * len(new), new, strict=True)
+        ]
         degree = grown.degree if self.events else None
+        due = [row for row, clock in enumerate(clocks) if self._due(clock)]
         kept, seconds = grown, 0.0
-        if self._due(seen, live, since):
+        if due:
             start = time.perf_counter()
-            kept = self.compressor(grown, strict=False)
+            kept = map_rows(grown, due, lambda rows: self.compressor(rows, strict=False))
             seconds = time.perf_counter() - start
             live = kept.live.sum(-1).amax(-1).tolist()
-            since = 0
-        self.events += kept.rounds > grown.rounds
-        self.state, self._seen, self._live, self._since_event = kept, seen, live, since
-        self.logical += keys.shape[2]
+            clocks = [clock.at_event(live[row]) if row in due else clock for row, clock in enumerate(clocks)]
+        self.state, self._clocks = kept, clocks
+        self.logical += length
         self.seconds += seconds
         return grown.keys, grown.values, degree
 
-    def _due(self, seen: list[int], live: list[int], since: int) -> bool:
-        if self.events and since < self.interval:
+    def _due(self, clock: _RowClock) -> bool:
+        if clock.events and clock.since < self.interval:
             return False
-        budget = self.compressor.budget
-        over = [(s, n) for s, n in zip(seen, live, strict=True) if n > budget.slots(s)]
-        return any(self.compressor.fits(s, n) for s, n in over)
+        over = clock.live > self.compressor.budget.slots(clock.seen)
+        return over and self.compressor.fits(clock.seen, clock.live)
 
     def _grow(self, keys: Tensor, values: Tensor, real: Tensor | None) -> KVState:
         new = KVState.from_kv(keys, values, real, rotary=self.rotary)
@@ -129,8 +133,7 @@ class GrowingState:
         if self.state is None:
             return
         self.state = self.state.rows(rows.to(self.state.keys.device))
-        index = rows.tolist()
-        self._seen, self._live = [self._seen[i] for i in index], [self._live[i] for i in index]
+        self._clocks = [self._clocks[row] for row in rows.tolist()]
 
     def crop(self, tokens: int) -> None:
         """Take back the last ``tokens`` tokens.
@@ -140,16 +143,32 @@ class GrowingState:
         """
         if tokens == 0 or self.state is None:
             return
-        removable = self._since_event if self.events else self.logical
+        removable = min((clock.since if clock.events else self.logical) for clock in self._clocks)
         if tokens > removable:
             raise CacheError(
                 f"asked to take back {tokens} tokens, but only the last {removable} were not yet clustered; merged "
                 "tokens cannot be separated. Crop less, or use a larger interval"
             )
-        state = self.state
-        gone = state.live[:, :, state.slots - tokens :].sum(-1).amax(-1)
-        self.state = state.map_slots(lambda x: x[:, :, : state.slots - tokens].clone(), seen=state.seen - gone)
-        self._seen = [a - b for a, b in zip(self._seen, gone.tolist(), strict=True)]
-        self._live = [a - b for a, b in zip(self._live, gone.tolist(), strict=True)]
+        state, left = self.state, self.state.slots - tokens
+        gone = state.live[:, :, left:].sum(-1).amax(-1)
+        self.state = state.map_slots(lambda x: x[:, :, :left].clone(), seen=state.seen - gone)
+        self._clocks = [clock.after(-n, -tokens) for clock, n in zip(self._clocks, gone.tolist(), strict=True)]
         self.logical -= tokens
-        self._since_event = max(self._since_event - tokens, 0)
+
+
+@dataclass(frozen=True)
+class _RowClock:
+    """When one row is due, in plain numbers, so that no step has to wait for the device."""
+
+    seen: int = 0
+    live: int = 0
+    since: int = 0
+    events: int = 0
+
+    def after(self, tokens: int, columns: int) -> _RowClock:
+        """``columns`` columns later, of which ``tokens`` were this row's own."""
+        return replace(self, seen=self.seen + tokens, live=self.live + tokens, since=max(self.since + columns, 0))
+
+    def at_event(self, live: int) -> _RowClock:
+        """Just compressed to ``live`` slots; an attempt that merged nothing waits for the next interval as well."""
+        return replace(self, live=live, since=0, events=self.events + (live < self.live))

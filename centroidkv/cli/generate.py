@@ -19,7 +19,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def budget(text: str) -> Budget:
     """A budget from the command line: 0.25 is a ratio, 4096 a number of slots."""
-    return Budget.of(int(text) if text.isdigit() else float(text))
+    try:
+        return Budget.of(int(text) if text.isdigit() else float(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} (0.25 is a quarter of the tokens, 4096 a number of slots)") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

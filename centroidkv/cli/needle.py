@@ -83,7 +83,8 @@ def make_needle(
 def ask(model: Any, tokenizer: Any, needle: Needle, compressor: Compressor | None, interval: int = 128) -> Outcome:
     """Read the context, compress it, then ask: the compressor does not know the question.
 
-    Without a compressor the plain model runs with its own full cache. nll is the mean negative log-likelihood (nats per token) of the right answer, teacher-forced.
+    Without a compressor the plain model runs with its own full cache. nll is the mean negative log-likelihood (nats
+    per token) of the right answer, teacher-forced.
     """
     cache = CentroidCache(compressor, interval=interval) if compressor else DynamicCache(config=model.config)
     with enable(model) if compressor else nullcontext():

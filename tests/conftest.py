@@ -1,0 +1,39 @@
+"""Shared set-up: Hypothesis profiles and the random states most tests start from."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from centroidkv import KVState, Rotary
+
+settings.register_profile(
+    "ci", max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("thorough", max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+# Tests run on tiny tensors, and often in two processes: threads would only wait for each other.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def make_state():
+    """A function (slots, ...) -> random KVState with a known rotation."""
+
+    def make(slots: int, batch: int = 2, heads: int = 2, size: int = 16, dtype: torch.dtype = torch.float32, mask=None):
+        generator = torch.Generator().manual_seed(slots)
+        keys = torch.randn(batch, heads, slots, size, generator=generator).to(dtype)
+        values = torch.randn(batch, heads, slots, size // 2, generator=generator).to(dtype)
+        return KVState.from_kv(keys, values, mask, rotary=Rotary.from_theta(1e4, size))
+
+    return make

@@ -1,0 +1,333 @@
+"""The cache inside generate, on tiny random models."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from centroidkv import Budget, Compressor, presets
+from centroidkv.attention import degree_attention
+from centroidkv.errors import BackendError, CacheError, RotaryError, StageError
+from centroidkv.integrations.transformers import CentroidCache, enable
+from centroidkv.integrations.transformers.layer import CentroidLayer
+from centroidkv.integrations.transformers.release import STOCK_TAKES_BIAS
+from centroidkv.preserve import Recent, Sinks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+
+import transformers  # noqa: E402
+
+CACHE_ALONE = STOCK_TAKES_BIAS and tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+
+
+def compressor(budget=0.25):
+    return Compressor.builder().preserve(Sinks(4), Recent(16)).budget(budget).build()
+
+
+def generate(model, ids, cache=None, new=60, **options):
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
+    return out[:, ids.shape[1] :]
+
+
+def explicit(model, ids, make, new):
+    """Greedy decoding that states positions and attention itself: the definition the integration must equal.
+
+    Runs the model layer by layer with our reference attention over one GrowingState per layer, giving every token its
+    own position id; no transformers cache, mask or attention function is involved.
+    """
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    inner, config = model.model, model.config
+    layers = [make() for _ in inner.layers]
+    out, position, token = [], 0, ids
+    for _ in range(new):
+        positions = torch.arange(position, position + token.shape[1])[None]
+        hidden = inner.embed_tokens(token)
+        cos, sin = inner.rotary_emb(hidden, positions)
+        for block, state in zip(inner.layers, layers, strict=True):
+            x = block.input_layernorm(hidden)
+            attention = block.self_attn
+            q, k, v = (
+                proj(x).view(*x.shape[:2], -1, attention.head_dim).transpose(1, 2)
+                for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            keys, values, degree = state.append(k, v)
+            degree = torch.ones(keys.shape[:3]) if degree is None else degree
+            mixed = degree_attention(q, keys, values, degree, backend="reference")
+            hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+            hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
+        token = model.lm_head(inner.norm(hidden))[:, -1:].argmax(-1)
+        position = int(positions[0, -1]) + 1
+        out.append(token)
+    assert config.num_hidden_layers == len(layers)
+    return torch.cat(out, -1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_600_tokens_equal_an_explicit_run_and_stay_within_budget_plus_interval(llama, prompt, attention):
+    from centroidkv.cache import GrowingState
+
+    model, ids = llama(attention), prompt(150)
+    small = compressor(Budget.tokens(64))
+    sizes = []
+
+    class Watched(CentroidCache):
+        def update(self, *args, **kwargs):
+            keys, values = super().update(*args, **kwargs)
+            if keys.shape[2] != ids.shape[1]:
+                sizes.append(keys.shape[2])
+            return keys, values
+
+    with enable(model):
+        text = generate(model, ids, cache := Watched(small, interval=128), new=600)
+    assert max(sizes) <= 64 + 128
+    assert cache.stats().logical == 150 + 599
+    assert cache.stats().events >= 5
+    expected = explicit(model, ids, lambda: GrowingState(small, 128), new=600)
+    # Attention kernels differ in the last bits, and one flipped near-tie changes all text after it.
+    agree = int((text == expected).int().cumprod(-1).sum())
+    if agree < 600:
+        assert_near_tie(model, ids, expected, agree, small)
+
+
+def assert_near_tie(model, ids, expected, index, small):
+    """The first differing token must be a tie of the explicit run's own logits, to rounding."""
+    with enable(model):
+        cache = CentroidCache(small, interval=128)
+        logits = model(ids, past_key_values=cache).logits[:, -1]
+        for step in range(index):
+            logits = model(expected[:, step : step + 1], past_key_values=cache).logits[:, -1]
+    top = logits[0].topk(2).values
+    assert (top[0] - top[1]).abs() < 1e-4
+
+
+@torch.no_grad()
+def test_prefill_logits_are_bit_equal_with_and_without_compression(llama, prompt):
+    model, ids = llama(), prompt(300)
+    plain = model(ids).logits
+    with enable(model):
+        assert torch.equal(model(ids, past_key_values=CentroidCache(compressor(0.25))).logits, plain)
+    if CACHE_ALONE:
+        assert torch.equal(model(ids, past_key_values=CentroidCache(compressor(0.25))).logits, plain)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_budget_one_is_the_plain_model_for_200_tokens(llama, prompt, attention):
+    model, ids = llama(attention), prompt(80)
+    plain = generate(model, ids, new=200)
+    with enable(model):
+        assert torch.equal(generate(model, ids, CentroidCache(compressor(1.0)), new=200), plain)
+    if CACHE_ALONE and attention == "sdpa":
+        assert torch.equal(generate(model, ids, CentroidCache(compressor(1.0)), new=200), plain)
+
+
+@pytest.mark.skipif(not CACHE_ALONE, reason="before 5.24 a cache layer cannot hand degrees to stock attention")
+@pytest.mark.parametrize("preset", sorted(presets.ALL))
+def test_the_cache_alone_equals_the_enabled_model(llama, prompt, preset):
+    model, ids = llama(), prompt(300)
+    alone = generate(model, ids, CentroidCache(presets.ALL[preset](0.5), interval=16))
+    with enable(model):
+        enabled = generate(model, ids, CentroidCache(presets.ALL[preset](0.5), interval=16))
+    assert torch.equal(alone, enabled)
+
+
+@torch.no_grad()
+def test_the_degrees_matter(llama, prompt):
+    """A run in which the bias is dropped gives other logits, so the tests above would notice."""
+    model, ids = llama(), prompt(300)
+
+    def next_logits(forget):
+        with enable(model):
+            model(ids, past_key_values=(cache := CentroidCache(compressor(0.25))))
+            for layer in cache.layers:
+                if forget:
+                    layer.growing.state.degree.fill_(1.0)
+            return model(ids[:, :1], past_key_values=cache).logits
+
+    assert (next_logits(False) - next_logits(True)).abs().max() > 1e-3
+
+
+def test_attention_that_would_ignore_degrees_is_refused_before_the_first_token(llama, prompt):
+    model, ids = llama("eager"), prompt(40)
+    cache = CentroidCache(compressor())
+    with pytest.raises(BackendError, match="enable"):
+        generate(model, ids, cache)
+    assert cache.get_seq_length() == 0
+    if not CACHE_ALONE:
+        with pytest.raises(BackendError, match="enable"):
+            generate(llama("sdpa"), ids, CentroidCache(compressor()))
+
+
+def test_a_back_end_switched_mid_way_is_refused_too(llama, prompt):
+    model, ids = llama(), prompt(100)
+    cache = CentroidCache(compressor(), interval=16)
+    with enable(model):
+        first = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+    model.set_attn_implementation("eager")
+    with pytest.raises(BackendError):
+        model.generate(first, past_key_values=cache, max_new_tokens=5)
+
+
+def test_undo_leaves_the_model_as_it_was_also_after_an_exception(llama, prompt):
+    model = llama("eager")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="mine"), enable(model):
+        raise RuntimeError(f"mine, inside {model.config._attn_implementation}")
+    assert model.config._attn_implementation == "eager"
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    handle = enable(model)
+    inner = enable(model)
+    inner.undo()
+    assert model.config._attn_implementation == "centroidkv_eager"
+    handle.undo()
+    handle.undo()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_unsupported_attention_cannot_be_enabled(llama):
+    model = llama()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(BackendError, match="sdpa"):
+        enable(model)
+
+
+@torch.no_grad()
+def test_memory_of_the_full_keys_is_released_layer_by_layer(llama, prompt):
+    model, ids = llama(), prompt(2000)
+    live = []
+
+    class Watched(CentroidCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            held = [layer.keys.untyped_storage().nbytes() for layer in self.layers if layer.keys is not None]
+            live.append(sum(held))
+            return out
+
+    with enable(model):
+        model(ids, past_key_values=(cache := Watched(compressor(0.25))))
+    gc.collect()
+    per_layer = 2 * 500 * 16 * 4
+    assert live == [per_layer, 2 * per_layer, 3 * per_layer]
+    stats = cache.stats()
+    assert stats.bytes <= 0.27 * stats.bytes_full * 1.1  # head size 16: degree and position weigh more than usual
+    assert stats.physical == 500
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_left_padded_rows_equal_their_own_runs(llama, prompt, attention):
+    model = llama(attention)
+    rows = [prompt(n) for n in (300, 37, 211)]
+    ids = torch.cat([pad(row, (300 - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([pad(torch.ones_like(row), (300 - row.shape[1], 0)) for row in rows])
+    with enable(model):
+        together = generate(model, ids, CentroidCache(compressor(0.3), interval=16), new=50, attention_mask=mask)
+        for index, row in enumerate(rows):
+            alone = generate(model, row, CentroidCache(compressor(0.3), interval=16), new=50)
+            assert torch.equal(together[index : index + 1], alone)
+
+
+@torch.no_grad()
+def test_several_tokens_at_once_equal_one_by_one(llama, prompt):
+    model, ids = llama(), prompt(300)
+    with enable(model):
+        model(ids, past_key_values=(a := CentroidCache(compressor(0.25))))
+        model(ids, past_key_values=(b := CentroidCache(compressor(0.25))))
+        at_once = model(ids[:, :9], past_key_values=a).logits
+        one_by_one = torch.cat([model(ids[:, i : i + 1], past_key_values=b).logits for i in range(9)], 1)
+    assert torch.allclose(at_once, one_by_one, atol=1e-4)
+
+
+def test_a_second_turn_with_full_history_goes_on(llama, prompt):
+    model, ids = llama(), prompt(200)
+    with enable(model):
+        cache = CentroidCache(compressor(0.5), interval=32)
+        first = model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=False)
+        longer = torch.cat((first, prompt(20)), -1)
+        second = model.generate(longer, past_key_values=cache, max_new_tokens=30, do_sample=False)
+    assert second.shape[1] == 200 + 30 + 20 + 30
+    assert cache.stats().logical == second.shape[1] - 1
+
+
+def test_beams_move_degrees_and_positions_with_keys(llama, prompt):
+    model, ids = llama(), prompt(120)
+    with enable(model):
+        beams = generate(model, ids, CentroidCache(compressor(0.5), interval=16), num_beams=3, new=40)
+        full = generate(model, ids, CentroidCache(compressor(1.0), interval=16), num_beams=3, new=40)
+    assert torch.equal(full, generate(model, ids, num_beams=3, new=40))
+    assert beams.shape == full.shape
+
+
+def test_reset_forgets_the_sequence_and_keeps_the_configuration(llama, prompt):
+    model = llama()
+    with enable(model):
+        cache = CentroidCache(compressor(0.25), interval=16)
+        generate(model, prompt(150), cache)
+        cache.reset()
+        again = generate(model, prompt(222), cache)
+        fresh = generate(model, prompt(222), CentroidCache(compressor(0.25), interval=16))
+    assert torch.equal(again, fresh)
+
+
+@torch.no_grad()
+def test_crop_is_exact_or_refused(llama, prompt):
+    model, ids = llama(), prompt(200)
+    with enable(model):
+        model(ids, past_key_values=(cache := CentroidCache(compressor(0.25), interval=64)))
+        expected = model(ids[:, :1], past_key_values=cache).logits
+        cache.crop(-1)
+        model(ids[:, :30], past_key_values=cache)
+        cache.crop(-30)
+        assert torch.equal(model(ids[:, :1], past_key_values=cache).logits, expected)
+        with pytest.raises(CacheError, match="cannot be separated"):
+            cache.crop(-5)
+
+
+def test_hybrid_models_keep_their_sliding_layers(prompt):
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=32, max_position_embeddings=4096,
+        layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    model, ids = transformers.Gemma3ForCausalLM(config).eval(), prompt(150)
+    plain = generate(model, ids, new=40)
+    with enable(model):
+        assert torch.equal(generate(model, ids, CentroidCache(compressor(1.0)), new=40), plain)
+        generate(model, ids, cache := CentroidCache(presets.distinctive(Budget.tokens(80)), interval=16), new=40)
+    kinds = [isinstance(layer, CentroidLayer) for layer in cache.layers]
+    assert kinds == [False, True, False, True]
+    assert cache.stats().layers == 2
+    assert cache.get_seq_length() == 150 + 39
+
+
+def test_unknown_rotation_is_refused_before_the_first_token(llama, prompt):
+    model = llama()
+    model.config.model_type = "unheard-of"
+    with enable(model), pytest.raises(RotaryError, match="unheard-of"):
+        generate(model, prompt(50), CentroidCache(presets.distinctive(0.25)))
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(StageError, match="Compressor"):
+        CentroidCache(0.25)
+    with pytest.raises(StageError, match="interval"):
+        CentroidCache(compressor(), interval=0)
+
+
+def test_stats_and_repr_before_and_after(llama, prompt):
+    model = llama()
+    cache = CentroidCache(compressor(0.25), interval=16)
+    assert cache.stats().logical == 0
+    with enable(model):
+        generate(model, prompt(200), cache, new=10)
+    stats = cache.stats()
+    assert (stats.logical, stats.physical, stats.merged) == (209, 59, 150)
+    assert "209 tokens in 59 slots" in repr(cache)

@@ -1,0 +1,130 @@
+"""The import rules of DESIGN.md, read off the source, and what a fresh process loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import centroidkv
+
+PACKAGE = Path(centroidkv.__file__).parent
+
+# What each part may import from the package; a part may always import itself.
+BASE = {"errors", "rotary", "state", "records", "protocols"}
+ALLOWED = {
+    "errors": set(),
+    "rotary": {"errors"},
+    "state": {"errors", "rotary"},
+    "records": {"errors"},
+    "protocols": {"records", "state"},
+    "preserve": BASE,
+    "partition": BASE,
+    "similarity": BASE,
+    "matching": BASE,
+    "aggregate": BASE,
+    "schedule": BASE,
+    "attention": {"errors"},
+    "dense": {"errors", "state"},
+    "compressor": BASE | {"dense", "schedule", "preserve", "builder"},
+    "builder": BASE | {"aggregate", "compressor", "matching", "partition", "preserve", "schedule", "similarity"},
+    "cache": BASE | {"compressor", "dense"},
+    "presets": BASE | {"compressor", "matching", "partition", "preserve", "schedule", "similarity"},
+    "integrations": BASE | {"attention", "cache", "compressor", "presets"},
+    "cli": BASE | {"cache", "compressor", "integrations", "presets"},
+    "testing": BASE | {"aggregate", "attention", "compressor", "matching", "partition", "schedule", "similarity"},
+    "__init__": {"compressor", "presets", "records", "rotary", "state"},
+}
+# Who may import packages beyond torch, numpy and the standard library.
+OUTSIDE = {
+    "transformers": {"integrations", "cli"},
+    "vllm": {"integrations"},
+    "lm_eval": {"integrations"},
+    "kvpress": {"integrations"},
+    "hypothesis": {"testing"},
+    "matplotlib": {"cli"},
+    "tqdm": {"cli"},
+}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports out in full"
+            names.add(node.module or "")
+            if node.module == "centroidkv":
+                names |= {f"centroidkv.{alias.name}" for alias in node.names}
+    return names - {"centroidkv"}
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_parts_import_only_what_they_may(path):
+    part = part_of(path)
+    for name in imports(path):
+        root, *rest = name.split(".")
+        if root == "centroidkv":
+            other = rest[0]
+            if hasattr(centroidkv, other) and not (PACKAGE / other).exists() and not (PACKAGE / f"{other}.py").exists():
+                continue  # a name re-exported by the package, not a module
+            assert other == part or other in ALLOWED[part], f"{path.name} ({part}) may not import {name}"
+        elif root == "triton":
+            assert path.name == "triton.py", f"only */triton.py may import triton, not {path}"
+        elif root in OUTSIDE:
+            assert part in OUTSIDE[root], f"{part} may not import {root}"
+        else:
+            known = root in sys.stdlib_module_names or root in {"torch", "numpy"}
+            assert known, f"{path} imports {root}, which no rule allows"
+
+
+def test_files_fit_in_one_head():
+    long = {path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > 300}
+    assert not long
+
+
+def fresh(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_fresh_import_loads_no_optional_package_and_patches_nothing():
+    heavy = "['triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm', 'vllm']"
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules); softmax = torch.nn.functional.scaled_dot_product_attention\n"
+        "import centroidkv, centroidkv.attention, centroidkv.cache\n"
+        "assert torch.nn.functional.scaled_dot_product_attention is softmax\n"
+        f"print([name for name in {heavy} if name in set(sys.modules) - before])"
+    )
+    assert fresh(code) == "[]"
+
+
+def test_the_core_works_where_optional_packages_are_missing():
+    code = (
+        "import sys\n"
+        "for name in ('triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm'):\n"
+        "    sys.modules[name] = None\n"
+        "import torch, centroidkv\n"
+        "state = centroidkv.KVState.from_kv(torch.randn(1, 1, 300, 8), torch.randn(1, 1, 300, 8))\n"
+        "print(centroidkv.presets.centroidkv(0.5)(state).slots)\n"
+        "try:\n"
+        "    import centroidkv.integrations.transformers\n"
+        "except ImportError as error:\n"
+        '    print("centroidkv[transformers]" in str(error))\n'
+    )
+    assert fresh(code).splitlines() == ["150", "True"]
+
+
+def test_the_type_marker_ships():
+    assert (PACKAGE / "py.typed").exists()
