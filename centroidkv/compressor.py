@@ -99,11 +99,10 @@ class Compressor:
 
     def _capacity(self, length: int) -> int:
         """The most slots that one round can remove from ``length``."""
-        if getattr(self.matching, "evicts", False):
-            return length
-        if not getattr(self.matching, "needs_partition", True):
-            return max(length - 1, 0)
-        return self._split(length).capacity
+        if getattr(self.matching, "needs_partition", True):
+            return self._split(length).capacity
+        capacity = getattr(self.matching, "capacity", None)
+        return capacity(length) if capacity else max(length - 1, 0)
 
     def _split(self, length: int) -> Partition:
         partition = self.partition(length)
@@ -140,6 +139,8 @@ class Compressor:
             BudgetError: see ``strict``.
             RotaryError: a stage compares keys before RoPE and ``state.rotary`` is not set.
 
+        No gradients flow through compression: it is for inference.
+
         Warns:
             BudgetNotMetWarning: the schedule or a threshold stopped before the budget was reached.
         """
@@ -149,6 +150,12 @@ class Compressor:
                 "KVState.from_kv(keys, values, mask=None)"
             )
         state.validate()
+        live = state.live.sum(-1)
+        if getattr(self.similarity, "heads", "each") == "mean" and not bool((live == live[:, :1]).all()):
+            raise StageError(
+                f"{self.similarity!r} makes one decision for all heads, but the heads of a row hold different numbers "
+                "of slots (an earlier threshold?); use heads='each'"
+            )
         with torch.no_grad():
             return map_dense(state, lambda rows: self._compress(rows, strict))
 
@@ -185,7 +192,7 @@ class Compressor:
                     else f"{self.matching!r} accepted fewer merges"
                 ),
                 BudgetNotMetWarning,
-                stacklevel=2,
+                stacklevel=5,  # past the closures, to the caller of the compressor
             )
         return result
 
@@ -200,17 +207,41 @@ class Compressor:
         assignment = self.matching(keys, degree, partition, self.similarity, edges)
         if not isinstance(assignment, Assignment):
             raise StageError(f"{self.matching!r} must return an Assignment, got {type(assignment).__name__}")
-        if assignment.joins.shape[1] != state.heads:
-            assignment = Assignment(assignment.joins.expand(state.degree.shape).contiguous())
-        assignment.validate()
-        stays = assignment.stays
-        left = state.slots - stays.sum(-1)
-        if getattr(self.matching, "exact", True) and not bool((left == edges).all()):
+        if assignment.joins.shape != keys.shape[:3]:
             raise StageError(
-                f"{self.matching!r} was asked to remove exactly {edges} of {state.slots} slots per head, it removed "
-                f"{int(left.min())} to {int(left.max())}; declare `exact = False` if it may remove fewer"
+                f"{self.matching!r} must assign slots [B, H, T] = {tuple(keys.shape[:3])}, like its keys; it returned "
+                f"{tuple(assignment.joins.shape)}"
             )
-        return compact(self.aggregate(state, assignment), stays)
+        if keys.shape[1] != state.heads:  # one decision for all heads
+            assignment = Assignment(assignment.joins.expand(state.degree.shape).contiguous())
+        self._check_assignment(assignment.validate(), edges)
+        merged = self.aggregate(state, assignment)
+        if not isinstance(merged, KVState) or merged.slots != state.slots:
+            raise StageError(
+                f"{self.aggregate!r} must return a KVState of the same {state.slots} slots, got {merged!r}"
+            )
+        after = compact(merged, assignment.stays)
+        mass = torch.where(assignment.evicted, 0.0, state.degree).sum(-1)
+        if not torch.allclose(after.degree.sum(-1), mass):
+            raise StageError(
+                f"{self.aggregate!r} lost or doubled tokens: the degrees of a head add up to {float(mass[0, 0]):g}, "
+                f"after merging to {float(after.degree[0, 0].sum()):g}"
+            )
+        return after
+
+    def _check_assignment(self, assignment: Assignment, edges: int) -> None:
+        left = (~assignment.stays).sum(-1)
+        exact = getattr(self.matching, "exact", True)
+        if not bool((left == edges).all() if exact else (left <= edges).all()):
+            raise StageError(
+                f"{self.matching!r} was asked to remove {'exactly' if exact else 'at most'} {edges} of "
+                f"{assignment.joins.shape[-1]} slots per head, it removed {int(left.min())} to {int(left.max())}"
+                + ("; declare `exact = False` if it may remove fewer" if exact else "")
+            )
+        if not getattr(self.matching, "evicts", False) and bool(assignment.evicted.any()):
+            raise StageError(
+                f"{self.matching!r} evicts slots without saying so; declare `evicts = True` if it means to"
+            )
 
     def _comparable(self, state: KVState) -> tuple[Tensor, Tensor]:
         """Keys and degrees as the similarity wants to see them: before or after RoPE, per head or averaged."""
@@ -225,6 +256,11 @@ class Compressor:
         if getattr(self.similarity, "heads", "each") == "mean":
             return keys.mean(1, keepdim=True), state.degree.mean(1, keepdim=True)
         return keys, state.degree
+
+    @property
+    def plannable(self) -> bool:
+        """Whether sizes are known ahead of the data: no threshold, no plain function as preserver."""
+        return bool(getattr(self.matching, "exact", True)) and self.preservers.countable
 
     @property
     def needs_rotary(self) -> bool:

@@ -68,6 +68,8 @@ def compact(state: KVState, keep: Tensor) -> KVState:
 
 def last_live(state: KVState, width: int) -> KVState:
     """The live slots of every head in order, behind as many empty ones as fill up ``width``."""
+    if width > state.slots:
+        return _pad_front(_blank(state), width)
     order = state.live.byte().argsort(dim=-1, stable=True)
     return _blank(state.select(order[..., state.slots - width :]))
 

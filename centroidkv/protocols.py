@@ -63,9 +63,9 @@ class Matcher(Protocol):
     """Decides which slots join which: at most ``edges`` slots leave, each for a slot that stays.
 
     ``keys [B, H, T, D]`` are float32 and prepared as the similarity declares; ``degree [B, H, T]`` is their mass.
-    Optional attributes: ``needs_partition`` (default True; False: works on all slots and may remove all but one),
-    ``evicts`` (default False; True: removed slots join nothing, so all of them may go), ``exact`` (default True;
-    False: may remove fewer than ``edges``).
+    Optional attributes: ``needs_partition`` (default True; False: works on all slots), ``capacity(length)`` for those
+    (the most slots one round can remove; default all but one), ``evicts`` (default False; True: removed slots join
+    nothing), ``exact`` (default True; False: may remove fewer than ``edges``).
     """
 
     def __call__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -34,8 +35,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         amount = self.amount
-        if isinstance(amount, bool) or not isinstance(amount, int | float) or not math.isfinite(amount):
+        if isinstance(amount, bool) or not isinstance(amount, Real) or not math.isfinite(amount):
             raise BudgetError(f"a budget is a finite number, got {amount!r}")
+        plain = int(amount) if isinstance(amount, Integral) else float(amount)  # NumPy numbers are welcome
+        object.__setattr__(self, "amount", plain)
+        amount = plain
         if self.kind == "ratio":
             if not 0 < amount <= 1:
                 raise BudgetError(
@@ -65,7 +69,7 @@ class Budget:
         """A budget as is; a float is a ratio, an int is a number of slots."""
         if isinstance(value, Budget):
             return value
-        return cls("tokens" if isinstance(value, int) and not isinstance(value, bool) else "ratio", value)
+        return cls("tokens" if isinstance(value, Integral) and not isinstance(value, bool) else "ratio", value)
 
     def slots(self, seen: int) -> int:
         """The whole number of slots allowed after ``seen`` tokens. The only rounding of a budget: down, at least 1."""
@@ -109,7 +113,10 @@ class Partition:
     @classmethod
     def whole(cls, sources: Tensor, targets: Tensor, length: int) -> Partition:
         """One chunk over the whole sequence, from two index lists."""
-        pair = (torch.as_tensor(part, dtype=torch.long).reshape(1, -1) for part in (sources, targets))
+        pair = [torch.as_tensor(part).reshape(1, -1) for part in (sources, targets)]
+        if any(part.numel() and (part.is_floating_point() or part.dtype == torch.bool) for part in pair):
+            raise StageError(f"a partition lists slot numbers, got {[str(part.dtype) for part in pair]}")
+        pair = [part.long() for part in pair]
         return cls(length, (Block(*pair),))
 
     @property
@@ -193,8 +200,11 @@ class Assignment:
             StageError: a target is out of range, or is itself merged away or evicted.
         """
         slots = self.joins.shape[-1]
-        if slots and int(self.joins.max()) >= slots:
-            raise StageError(f"an assignment over {slots} slots joins slot {int(self.joins.max())}")
+        if self.joins.numel() and not -1 <= int(self.joins.min()) <= int(self.joins.max()) < slots:
+            raise StageError(
+                f"an assignment over {slots} slots holds -1 (evicted) to {slots - 1}, got {int(self.joins.min())} to "
+                f"{int(self.joins.max())}"
+            )
         if bool((self.merges & ~self.stays.gather(-1, self.joins.clamp(min=0))).any()):
             raise StageError("a slot joins one that does not stay itself; the mass would be lost. Join the final slot")
         return self

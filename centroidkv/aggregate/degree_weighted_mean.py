@@ -36,6 +36,6 @@ def weighted_mean(x: Tensor, degree: Tensor, total: Tensor, assignment: Assignme
     """x_b + sum over t joining b of (n_t / N_b) (x_t - x_b), for every slot b that stays."""
     exact = x.to(accumulation_dtype(x.dtype))
     stays = assignment.joins.clamp(min=0)
-    weight = degree / total.gather(-1, stays).clamp(min=torch.finfo(torch.float32).tiny)
+    weight = degree.to(exact.dtype) / total.gather(-1, stays).clamp(min=torch.finfo(torch.float32).tiny)
     pull = weight[..., None] * (exact - gather_slots(exact, stays))
     return (exact + sum_merges(pull, assignment)).to(x.dtype)

@@ -33,7 +33,7 @@ def degree_attention(
         query: ``[B, Hq, L, D]``; Hq a multiple of H, query head h reads KV head h // (Hq / H).
         keys: ``[B, H, T, D]``, same dtype and device as the query.
         values: ``[B, H, T, Dv]``, likewise.
-        degree: ``[B, H, T]`` float32; 0 masks a slot.
+        degree: ``[B, H, T]`` float32; 0 masks a slot, which must hold finite numbers all the same.
         scale: factor on q.k; default 1 / sqrt(D).
         causal: the queries are the newest L tokens and own the last L slots: query i does not see slots after
             T - L + i. False: every query sees every slot. No difference for L = 1.
@@ -57,12 +57,15 @@ def degree_attention(
     if backend not in BACKENDS:
         raise BackendError(f"backend is 'auto' or one of {sorted(BACKENDS)}, got {backend!r}")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if keys.shape[2] == 0 or query.shape[2] == 0:
+    if keys.shape[2] == 0 or query.numel() == 0:
         return query.new_zeros(*query.shape[:3], values.shape[-1])
     return BACKENDS[backend](query, keys, values, degree, scale, causal)
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, causal: bool) -> None:
+    if not all(isinstance(tensor, Tensor) for tensor in (query, keys, values, degree)):
+        kinds = [type(tensor).__name__ for tensor in (query, keys, values, degree)]
+        raise ShapeError(f"query, keys, values and degree must be tensors, got {kinds}; degree of raw tokens is ones")
     if query.ndim != 4 or keys.ndim != 4 or values.ndim != 4:
         raise ShapeError(
             "query, keys and values must be [B, heads, length, size], got "
@@ -75,6 +78,8 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, causal: 
         )
     if query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3]:
         raise ShapeError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)} in batch or key size")
+    if query.shape[3] == 0:
+        raise ShapeError(f"keys have size 0: {tuple(keys.shape)}")
     if keys.shape[1] == 0 or query.shape[1] % keys.shape[1]:
         raise ShapeError(f"{query.shape[1]} query heads are not a multiple of {keys.shape[1]} KV heads")
     if causal and query.shape[2] > keys.shape[2] > 0:
@@ -82,6 +87,8 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, causal: 
             f"{query.shape[2]} causal queries need at least as many slots, got {keys.shape[2]}: append the new "
             "tokens' keys and values before attending, or pass causal=False"
         )
+    if not query.dtype.is_floating_point:
+        raise DtypeError(f"attention needs floating point numbers, got {query.dtype}")
     if not query.dtype == keys.dtype == values.dtype:
         raise DtypeError(f"query, keys and values must share a dtype, got {query.dtype}, {keys.dtype}, {values.dtype}")
     devices = {str(tensor.device) for tensor in (query, keys, values, degree)}

@@ -20,5 +20,6 @@ def degree_attention_reference(
         newest = torch.arange(slots - length, slots, device=query.device)
         logits = logits.masked_fill(place > newest[:, None], -torch.inf)
     # A query that sees no live slot has no softmax; its output is defined as zero.
-    weights = logits.softmax(-1).nan_to_num(0.0)
+    blind = (logits == -torch.inf).all(-1, keepdim=True)
+    weights = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     return (weights @ values.to(exact)[:, :, None]).reshape(batch, query_heads, length, -1).to(query.dtype)

@@ -17,7 +17,7 @@ def degree_attention_sdpa(
     """
     batch, query_heads, length, size = query.shape
     heads, slots = keys.shape[1], keys.shape[2]
-    packed = query.reshape(batch, heads, -1, size)
+    packed = query.reshape(batch, heads, query_heads // heads * length, size)
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     bias = degree.to(exact).log()[:, :, None, :]
     if causal and length > 1:

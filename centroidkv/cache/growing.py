@@ -99,6 +99,10 @@ class GrowingState:
         self.seconds += seconds
         return grown.keys, grown.values, degree
 
+    def row_started(self) -> list[bool]:
+        """Per row, whether it has seen a real token; empty before the first append."""
+        return [clock.seen > 0 for clock in self._clocks]
+
     def _due(self, clock: _RowClock) -> bool:
         if clock.events and clock.since < self.interval:
             return False

@@ -24,6 +24,10 @@ class AllPairsMatching:
 
     needs_partition = False
 
+    def capacity(self, length: int) -> int:
+        """Half: a slot is in one pair."""
+        return length // 2
+
     def __call__(
         self, keys: Tensor, degree: Tensor, partition: Partition, similarity: Similarity, edges: int
     ) -> Assignment:

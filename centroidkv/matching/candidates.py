@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from centroidkv.errors import StageError
 from centroidkv.protocols import Similarity
 from centroidkv.records import Assignment, Partition
 
@@ -41,7 +42,13 @@ def best_targets(keys: Tensor, partition: Partition, similarity: Similarity) -> 
         if not block.targets.shape[1] or not block.sources.shape[1]:
             continue  # sources without a target, or targets without a source: all of them stay
         pairs = similarity(keys[:, :, block.sources], keys[:, :, block.targets])
+        wanted = (batch, heads, *block.sources.shape, block.targets.shape[1])
+        if not isinstance(pairs, Tensor) or tuple(pairs.shape) != wanted:
+            got = tuple(pairs.shape) if isinstance(pairs, Tensor) else type(pairs).__name__
+            raise StageError(f"{similarity!r} must score all pairs, {wanted}, it returned {got}")
         best, which = pairs.max(-1)
+        if bool(best.isnan().any()):
+            raise StageError(f"{similarity!r} returned NaN; a source would join an arbitrary target")
         target.append(block.targets.expand(batch, heads, -1, -1).gather(-1, which).flatten(2))
         score.append(best.flatten(2))
         source.append(block.sources.flatten())

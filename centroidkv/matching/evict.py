@@ -22,6 +22,10 @@ class Evict:
     needs_partition = False
     evicts = True
 
+    def capacity(self, length: int) -> int:
+        """All slots may go."""
+        return length
+
     def __call__(
         self, keys: Tensor, degree: Tensor, partition: Partition, similarity: Similarity, edges: int
     ) -> Assignment:

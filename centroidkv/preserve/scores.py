@@ -18,6 +18,8 @@ def leverage(state: KVState) -> Tensor:
     tokens. O(T D^2). float32. Source: statistical leverage; for KV caches, *Compactor*, arXiv 2507.08143.
     """
     keys, mass = state.keys.to(accumulation_dtype(state.keys.dtype)), state.degree[..., None]
+    # Leverage does not depend on scale; squares of very long keys would leave float32.
+    keys = keys / keys.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     mean = (mass * keys).sum(2, keepdim=True) / mass.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     x = keys - mean
     gram = x.mT @ (mass * x)

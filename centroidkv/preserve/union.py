@@ -82,7 +82,10 @@ class Union:
     @staticmethod
     def _take(member: Preserver, state: KVState, free: Tensor, count: int) -> int:
         """Let ``member`` choose; clears its slots in ``free``, in place, and returns how many they are."""
-        chosen = member.select(state, free, count) & free
+        chosen = member.select(state, free.clone(), count)
+        if not isinstance(chosen, Tensor) or chosen.dtype != torch.bool or chosen.shape != free.shape:
+            raise StageError(f"{member!r} must select a bool mask [B, H, T] = {tuple(free.shape)}, got {chosen!r}")
+        chosen = chosen & free
         counts = chosen.sum(-1)
         expected = counts.flatten()[0] if isinstance(member, MaskPreserver) and counts.numel() else count
         if not bool((counts == expected).all()):

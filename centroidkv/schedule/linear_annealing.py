@@ -32,7 +32,7 @@ class LinearAnnealing:
     def __post_init__(self) -> None:
         check_rate("LinearAnnealing(initial=...)", self.initial)
         check_rate("LinearAnnealing(minimum=...)", self.minimum)
-        if not 0 <= self.delta <= 0.5:
+        if not isinstance(self.delta, int | float) or not 0 <= self.delta <= 0.5:
             raise StageError(f"LinearAnnealing takes a delta in [0, 0.5], got {self.delta!r}")
 
     def __call__(self, round_index: int) -> float:

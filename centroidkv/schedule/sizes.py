@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 from centroidkv.errors import StageError
 from centroidkv.protocols import Schedule
@@ -24,9 +25,9 @@ def plan_sizes(schedule: Schedule, length: int, target: int, capacity: Callable[
     current = length
     while current > target:
         rate = schedule(len(sizes))
-        if not 0 <= rate <= 1:
+        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= rate <= 1:
             raise StageError(f"a schedule returns rates in [0, 1], got {rate!r} for round {len(sizes)}")
-        edges = min(math.ceil(exact_share(rate, current)), capacity(current), current - target)
+        edges = min(math.ceil(exact_share(float(rate), current)), capacity(current), current - target)
         if edges < 1:
             break
         current -= edges

@@ -331,3 +331,116 @@ def test_stats_and_repr_before_and_after(llama, prompt):
     stats = cache.stats()
     assert (stats.logical, stats.physical, stats.merged) == (209, 59, 150)
     assert "209 tokens in 59 slots" in repr(cache)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_padding_between_real_tokens_is_masked_by_slot(llama, prompt, attention):
+    """30 tokens, 5 columns of padding, 10 tokens: a batched second turn, or a right-padded first one."""
+    model, ids = llama(attention), prompt(40)
+    holed = torch.cat((ids[:, :30], torch.zeros(1, 5, dtype=torch.long), ids[:, 30:]), -1)
+    mask = torch.cat((torch.ones(1, 30), torch.zeros(1, 5), torch.ones(1, 10)), -1).long()
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    small = Compressor.builder().preserve(Sinks(2), Recent(4)).budget(0.5).build()
+    with enable(model):
+        model(ids, past_key_values=(a := CentroidCache(small)))
+        model(holed, attention_mask=mask, position_ids=places, past_key_values=(b := CentroidCache(small)))
+        for step in range(4):
+            token, one = ids[:, step : step + 1], torch.ones(1, 1, dtype=torch.long)
+            mask = torch.cat((mask, one), -1)
+            plain = model(token, past_key_values=a).logits
+            place = torch.tensor([[40 + step]])
+            padded = model(token, attention_mask=mask, position_ids=place, past_key_values=b).logits
+            assert torch.allclose(plain, padded, atol=1e-4)
+
+
+@pytest.mark.skipif(not CACHE_ALONE, reason="before 5.24 a cache layer cannot hand degrees to stock attention")
+@torch.no_grad()
+def test_padding_between_real_tokens_is_refused_where_stock_masks_would_hit_the_wrong_slots(llama, prompt):
+    model, ids = llama(), prompt(40)
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[:, 30:] = 0
+    cache = CentroidCache(Compressor.builder().preserve(Sinks(2), Recent(4)).budget(0.5).build())
+    model(ids, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(CacheError, match="enable"):
+        model(ids[:, :1], attention_mask=torch.cat((mask, mask[:, :1]), -1), past_key_values=cache)
+
+
+@pytest.mark.skipif(not CACHE_ALONE, reason="flex attention takes degrees from a cache only from 5.24")
+@torch.no_grad()
+def test_padding_is_read_from_flex_block_masks(llama, prompt):
+    model, ids = llama("flex_attention"), prompt(60, batch=2)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[1, :35] = 0
+    model(ids, attention_mask=mask, past_key_values=(cache := CentroidCache(compressor(0.5))))
+    assert cache.layers[0].growing.state.degree.sum(-1).tolist() == [[60.0, 60.0], [25.0, 25.0]]
+
+
+def test_batches_with_an_absolute_budget_keep_every_token(llama, prompt):
+    model = llama()
+    rows = [prompt(70), pad(prompt(9), (61, 0))]
+    masks = [torch.ones(1, 70, dtype=torch.long), pad(torch.ones(1, 9, dtype=torch.long), (61, 0))]
+    small = Compressor.builder().preserve(Sinks(2), Recent(4)).budget(Budget.tokens(20)).build()
+    with enable(model):
+        cache = CentroidCache(small, interval=8)
+        generate(model, torch.cat(rows), cache, new=40, attention_mask=torch.cat(masks))
+    state = cache.layers[0].growing.state
+    assert state.degree.sum(-1).tolist() == [[109.0, 109.0], [48.0, 48.0]]
+
+
+def test_reset_makes_the_cache_free_for_another_model(llama, prompt):
+    cache = CentroidCache(compressor(0.25), interval=16)
+    first, second = llama(), llama("eager", seed=1)
+    with enable(first):
+        generate(first, prompt(100), cache)
+    cache.reset()
+    with pytest.raises(BackendError, match="enable"):
+        generate(second, prompt(100), cache)
+    cache.reset()
+    with enable(second):
+        again = generate(second, prompt(100), cache)
+        assert torch.equal(again, generate(second, prompt(100), CentroidCache(compressor(0.25), interval=16)))
+
+
+def test_a_copy_goes_on_as_the_original_would(llama, prompt):
+    import copy
+
+    model, ids = llama("eager"), prompt(100)
+    cache = CentroidCache(compressor(0.25), interval=16)
+    with enable(model):
+        model(ids[:, :-1], past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    with enable(model):
+        assert torch.equal(generate(model, ids, twin), generate(model, ids, cache))
+
+
+@torch.no_grad()
+def test_a_half_finished_forward_pass_is_noticed(llama, prompt):
+    model, ids = llama(), prompt(50)
+    cache = CentroidCache(compressor(0.5))
+    broken = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+    with enable(model):
+        with pytest.raises(RuntimeError, match="lost"):
+            model(ids, past_key_values=cache)
+        broken.remove()
+        with pytest.raises(CacheError, match=r"reset\(\)"):
+            model(ids, past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+
+
+def test_compressors_whose_sizes_depend_on_the_data_are_refused():
+    from centroidkv.matching import ThresholdMatching
+
+    with pytest.raises(StageError, match="equally long"):
+        CentroidCache(Compressor.builder().matching(ThresholdMatching(0.5)).build())
+    with pytest.raises(StageError, match="equally long"):
+        CentroidCache(Compressor.builder().preserve(lambda state: state.positions < 4).build())
+
+
+def test_undo_respects_a_later_choice(llama):
+    model = llama()
+    handle = enable(model)
+    model.set_attn_implementation("eager")
+    handle.undo()
+    assert model.config._attn_implementation == "eager"

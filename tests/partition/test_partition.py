@@ -14,7 +14,8 @@ def test_alternating_pairs_neighbours_in_chunks():
 def test_halves_and_strided():
     assert Halves(None)(5).sources.tolist() == [0, 1]
     assert Strided(4, 8)(8).targets.tolist() == [3, 7]
-    assert Strided(2, None)(9).sources.tolist() == Alternating(None)(9).sources.tolist()
+    assert Strided(2, None)(8).sources.tolist() == Alternating(None)(8).sources.tolist()
+    assert Strided(4, 8)(6).targets.tolist() == [3, 5]
 
 
 def test_random_split_leaves_the_global_generator_alone():

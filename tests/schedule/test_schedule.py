@@ -36,7 +36,13 @@ def test_rates_from_user_functions_are_checked():
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: Constant(0.51), lambda: Constant(-0.1), lambda: LinearAnnealing(0.5, -0.1), lambda: LinearAnnealing("x")],
+    [
+        lambda: Constant(0.51),
+        lambda: Constant(-0.1),
+        lambda: LinearAnnealing(0.5, -0.1),
+        lambda: LinearAnnealing("x"),
+        lambda: LinearAnnealing(delta="x"),
+    ],
 )
 def test_bad_arguments_are_refused(build):
     with pytest.raises(StageError):

@@ -69,9 +69,11 @@ def _wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if attention_mask is None:
             attention_mask = _causal_tail(new, key.shape[2], query.device)
         if attention_mask.dtype == torch.bool:
-            mask = bias.masked_fill(~attention_mask, torch.finfo(bias.dtype).min)
-        else:
-            mask = bias + attention_mask
+            attention_mask = torch.zeros_like(attention_mask, dtype=bias.dtype).masked_fill(
+                ~attention_mask, torch.finfo(bias.dtype).min
+            )
+        # Old slots answer to their degrees alone: the mask's old columns are tokens, which no longer have a slot each.
+        mask = bias + torch.nn.functional.pad(attention_mask[..., key.shape[2] - new :], (key.shape[2] - new, 0))
         return stock(module, query, key, value, mask.contiguous(), **kwargs)
 
     return forward
@@ -108,10 +110,10 @@ class Enabled:
         self._model, self._before = model, before
 
     def undo(self) -> None:
-        """Give the model back its own attention function; further calls do nothing."""
-        if self._before is not None:
+        """Give the model back its own attention function; does nothing if it has been given another meanwhile."""
+        if self._before is not None and takes_tags(text_config(self._model.config)):
             self._model.set_attn_implementation(self._before)
-            self._before = None
+        self._before = None
 
     def __enter__(self) -> Enabled:
         return self

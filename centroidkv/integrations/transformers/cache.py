@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -42,7 +44,7 @@ class CentroidCache(Cache):
         rotary: how keys are rotated, for models whose RoPE is not recognised.
 
     Raises:
-        StageError: not a Compressor, or an interval below 1.
+        StageError: not a Compressor, one whose sizes depend on the data, or an interval below 1.
     """
 
     def __init__(
@@ -58,12 +60,25 @@ class CentroidCache(Cache):
             raise StageError(
                 f"CentroidCache takes a Compressor, such as presets.centroidkv(0.25), got {type(compressor).__name__}"
             )
+        if not compressor.plannable:
+            raise StageError(
+                "every layer of a cache must come out equally long, because one mask serves them all; the sizes of "
+                f"this compressor depend on the data: {compressor!r}"
+            )
         GrowingState(compressor, interval)  # refuses a bad interval now, not at the first token
         self.compressor, self.interval, self.rotary = compressor, interval, rotary
+        self._told = None if config is None else text_config(config)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens, and the model unless it was named by ``config``; the next forward pass may be any."""
+        self.layers: list[Any] = []
         self._config: Any = None
         self._pending: DegreeTag | None = None
-        if config is not None:
-            self._bind(text_config(config))
+        self._real: Tensor | None = None
+        self._inner_padding = False
+        if self._told is not None:
+            self._bind(self._told)
 
     def _bind(self, config: Any) -> None:
         """Lay out the layers as the model's configuration says: compress full attention, leave sliding windows."""
@@ -83,20 +98,16 @@ class CentroidCache(Cache):
                 )
         self.layers, self._config = layers, config
 
+    @property
+    def _compressed(self) -> list[GrowingState]:
+        return [layer.growing for layer in self.layers if isinstance(layer, CentroidLayer)]
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values; returns what this step attends to, and passes ln N on to the attention."""
-        new = key_states.shape[2]
-        # Decoding single tokens adds no padding, so the caller is not needed once the model is known.
-        caller = find_caller() if self._config is None or new > 1 else None
-        if self._config is None:
-            if caller is None:
-                raise BackendError(
-                    "the cache cannot see the model that uses it (compiled or wrapped forward pass?); "
-                    "tell it: CentroidCache(compressor, config=model.config)"
-                )
-            self._bind(caller.module.config)
+        if self._config is None or self._leads(layer_idx):
+            self._begin_step(layer_idx, key_states)
         layer = self.layers[layer_idx]
         if not isinstance(layer, CentroidLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -106,21 +117,58 @@ class CentroidCache(Cache):
             self._check_stock(shared)
         self._check_received()
 
-        mask = caller.attention_mask if caller else None
-        if new > 1 and key_states.shape[0] > 1 and caller is None:
-            raise CacheError("the cache cannot see the padding mask of this batch (compiled or wrapped forward pass?)")
-        keys, values, degree = layer.growing.append(key_states, value_states, real_tokens(mask, new))
+        real = None if self._real is None else self._real.to(key_states.device)
+        keys, values, degree = layer.growing.append(key_states, value_states, real)
         if degree is None:
             return keys, values
         if by_tag:
             self._pending = DegreeTag(degree)
             return self._pending.attach(keys), values
+        if self._inner_padding:
+            raise CacheError(
+                "the batch holds padding between real tokens, whose mask columns no longer fit the compressed slots; "
+                "call enable(model) from centroidkv.integrations.transformers, which masks by slot"
+            )
         assert shared is not None  # _check_stock saw to it
         groups = self._config.num_attention_heads // self._config.num_key_value_heads
-        bias = log_degree_bias(degree, groups, new).expand(-1, -1, new, -1).to(key_states.dtype)
+        bias = log_degree_bias(degree, groups, new=key_states.shape[2]).to(key_states.dtype)
+        bias = bias.expand(-1, -1, key_states.shape[2], -1)
         own = shared.get("position_bias")
         shared["position_bias"] = bias if own is None else bias + own
         return keys, values
+
+    def _leads(self, layer_idx: int) -> bool:
+        """Whether this is the first compressed layer, at which a step's common facts are read."""
+        return next((i for i, layer in enumerate(self.layers) if isinstance(layer, CentroidLayer)), -1) == layer_idx
+
+    def _begin_step(self, layer_idx: int, key_states: Tensor) -> None:
+        """Find the model, and the padding among the new tokens; make sure all layers stand at the same token."""
+        caller = find_caller()
+        if caller is None and (self._config is None or key_states.shape[0] > 1):
+            raise BackendError(
+                "the cache cannot see the model that uses it, and so neither its attention nor the padding mask "
+                "(compiled or wrapped forward pass?); for single sequences CentroidCache(config=model.config) will do"
+            )
+        if caller is not None:
+            if self._config is None:
+                self._bind(caller.module.config)
+            self._config = caller.module.config  # of the model that is running now, whichever was bound
+        if layer_idx >= len(self.layers):
+            raise CacheError(
+                f"the cache has {len(self.layers)} layers, the model asks for layer {layer_idx}; reset() it"
+            )
+        if len({layer.logical for layer in self._compressed}) > 1:
+            raise CacheError(
+                "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; "
+                "reset() the cache and process the prompt again"
+            )
+        self._real = None if caller is None else real_tokens(caller.attention_mask, *key_states.shape[::2][:2])
+        if self._real is not None and self._leads(layer_idx):
+            begun = self._compressed[0].row_started()
+            seen = self._real.long().cumsum(-1) + (
+                torch.tensor(begun, device=self._real.device)[:, None] if begun else 0
+            )
+            self._inner_padding |= bool((~self._real & (seen > 0)).any())
 
     def _check_stock(self, shared: dict[str, Any] | None) -> None:
         """Refuse attention that would ignore the degrees, before the first token."""
@@ -152,14 +200,17 @@ class CentroidCache(Cache):
         """False: merged tokens cannot be taken back, so no rollback may be promised."""
         return False
 
-    def reset(self) -> None:
-        """Forget all tokens, keep the configuration."""
-        super().reset()
-        self._pending = None
+    def __deepcopy__(self, memo: dict[int, Any]) -> CentroidCache:
+        """A copy with its own tokens, of the same model: its configuration is shared, not frozen as it is now."""
+        twin = type(self).__new__(type(self))
+        for shared in (self._config, self._told, self.compressor):
+            memo[id(shared)] = shared
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
 
     def stats(self) -> CacheStats:
         """What was compressed so far: rounds, merged, logical and physical tokens, bytes."""
-        return collect_stats(layer.growing for layer in self.layers if isinstance(layer, CentroidLayer))
+        return collect_stats(self._compressed)
 
     def __repr__(self) -> str:
         return f"CentroidCache(interval={self.interval}, {self.stats()})"

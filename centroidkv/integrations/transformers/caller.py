@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from centroidkv.errors import CacheError
+
 MAX_DEPTH = 16
 """Frames between ``update`` and the attention module's forward: two in plain models, a few more under wrappers."""
 
@@ -40,18 +42,28 @@ def find_caller() -> Caller | None:
     return None
 
 
-def real_tokens(attention_mask: Any, new: int) -> Tensor | None:
-    """Which of the ``new`` last columns are real tokens, ``[B, new]`` bool, or None if all are (or no mask tells).
+def real_tokens(attention_mask: Any, batch: int, new: int) -> Tensor | None:
+    """Which of the ``new`` last columns are real tokens, ``[B, new]`` bool, or None if all are.
 
-    ``attention_mask`` is the 2-D padding mask, or the 4-D mask of one layer, bool or additive: there a column is
-    padding if not even the last query sees it.
+    ``attention_mask`` is what the attention function is about to apply: nothing, a 4-D mask, bool or additive, or
+    flex attention's BlockMask. A column is padding if not even the last query sees it.
+
+    Raises:
+        CacheError: a mask of a kind that cannot be read.
     """
-    if not isinstance(attention_mask, Tensor):
+    if attention_mask is None:
         return None
-    if attention_mask.ndim == 4:
-        visible = attention_mask[:, 0, -1, :]
+    if isinstance(attention_mask, Tensor):
+        visible = attention_mask[:, 0, -1, :] if attention_mask.ndim == 4 else attention_mask
         visible = visible if visible.dtype == torch.bool else visible == 0
+    elif hasattr(attention_mask, "mask_mod"):
+        queries, columns = attention_mask.seq_lengths
+        device = attention_mask.kv_num_blocks.device
+        row = torch.arange(batch, device=device)[:, None]
+        column = torch.arange(columns, device=device)[None]
+        zero = torch.zeros((), dtype=torch.long, device=device)
+        visible = attention_mask.mask_mod(row, zero, zero + queries - 1, column).expand(batch, columns)
     else:
-        visible = attention_mask != 0
-    real = visible[:, -new:]
+        raise CacheError(f"cannot read padding from a mask of type {type(attention_mask).__name__}")
+    real = visible[:, -new:].expand(batch, new)
     return None if bool(real.all()) else real

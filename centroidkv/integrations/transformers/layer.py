@@ -16,8 +16,8 @@ class CentroidLayer(CacheLayerMixin):
     """A GrowingState behind transformers' cache-layer interface.
 
     ``get_seq_length`` counts tokens (position ids go on counting), ``get_mask_sizes`` counts slots: old slots stand
-    directly before the new tokens, as in a sliding window, so causal masks need no change. Left padding stays masked
-    correctly too, because empty slots are at the front, where a row's padding columns are.
+    directly before the new tokens, as in a sliding window, so causal masks need no change. Masks of left padding do no
+    harm either: empty slots are at the front, and a row's padding columns never reach beyond them.
     """
 
     is_sliding = False

@@ -1,0 +1,1 @@
+"""Scripts that make the figures and tables of the documentation; each prints its table last."""

@@ -1,0 +1,77 @@
+"""Laws of fast paths: another implementation of a stage equals the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from centroidkv.testing import attention_laws, matching_laws
+from centroidkv.testing.aggregate_laws import MergeCase, merges
+from centroidkv.testing.aggregate_laws import run as run_aggregator
+from centroidkv.testing.law import Law, expect, law
+from centroidkv.testing.strategies import DTYPES, AttentionCase, MatchCase, attentions, matches
+from centroidkv.testing.tolerances import attention_bound, score_bound, sum_bound
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A fast implementation and the reference that defines it."""
+
+    fast: Any
+    reference: Any
+
+
+@law("reaches the reference's scores; ties may be broken by another index of the same score", matches())
+def matches_as_well(pair: Pair, case: MatchCase) -> None:
+    keys = case.state.state().keys
+    ours, theirs = (matching_laws.run(stage, case)[0].joins for stage in (pair.fast, pair.reference))
+    scores = matching_laws.SIMILARITY(keys, keys)
+    gap = (matching_laws._reached(scores, ours) - matching_laws._reached(scores, theirs)).abs()
+    bound = score_bound(keys, keys, scores, normalised=True).amax((-1, -2)) * case.state.slots
+    left = [(joins != torch.arange(case.state.slots)).sum(-1) for joins in (ours, theirs)]
+    expect(left[0].equal(left[1]), f"{left[1].tolist()} merges", left[0].tolist())
+    expect((gap <= bound).all(), f"{theirs.tolist()} or another one as good", ours.tolist())
+
+
+@law("merges to the reference's keys, values and degrees", merges)
+def merges_as_the_reference(pair: Pair, case: MergeCase) -> None:
+    before, ours, assignment = run_aggregator(pair.fast, case)
+    theirs = run_aggregator(pair.reference, case)[1]
+    stays = assignment.stays
+    expect(ours.degree[stays].equal(theirs.degree[stays]), f"{theirs.degree.tolist()}", ours.degree.tolist())
+    for name in ("keys", "values"):
+        x, y = getattr(theirs, name).double(), getattr(ours, name).double()
+        largest = getattr(before, name).double().abs().amax(2, keepdim=True).expand(x.shape)
+        bound = 2 * sum_bound(largest, case.state.slots, DTYPES[case.state.dtype])
+        expect(((x - y).abs() <= bound)[stays].all(), f"{name} {x[stays].tolist()}", lambda y=y: y[stays].tolist())
+
+
+@law("attends as the reference does", attentions())
+def attends_as_the_reference(pair: Pair, case: AttentionCase) -> None:
+    tensors = case.tensors()
+    theirs = pair.reference(*tensors, causal=case.causal)
+    bound = 2 * attention_bound(*tensors, case.size**-0.5)
+    attention_laws._expect_close(pair.fast(*tensors, causal=case.causal), theirs, bound)
+
+
+LAWS: dict[str, Law] = {
+    "matching": matches_as_well,
+    "aggregate": merges_as_the_reference,
+    "attention": attends_as_the_reference,
+}
+
+
+def check_backend(
+    fast: Callable[..., Any], reference: Callable[..., Any], family: str, examples: int | None = None
+) -> None:
+    """Check that ``fast`` equals ``reference``; ``family`` is "matching", "aggregate" or "attention".
+
+    >>> from functools import partial
+    >>> from centroidkv.attention import degree_attention
+    >>> fast, slow = partial(degree_attention, backend="sdpa"), partial(degree_attention, backend="reference")
+    >>> check_backend(fast, slow, "attention", examples=5)
+    """
+    LAWS[family].check(Pair(fast, reference), examples)

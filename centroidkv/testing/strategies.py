@@ -1,0 +1,187 @@
+"""Inputs for laws: small descriptions that Hypothesis can shrink, and the tensors they stand for.
+
+A case is a few integers and words, not a tensor: it prints in one line, shrinks well, and rebuilds the same tensors
+anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from centroidkv.partition import Alternating, Halves, RandomSplit, Strided
+from centroidkv.records import Partition
+from centroidkv.rotary import Rotary
+from centroidkv.state import KVState
+
+KINDS = ("gaussian", "ties", "duplicates", "zeros", "extreme", "runs", "rotary", "equal")
+"""gaussian: no structure. ties: few distinct similarities. duplicates: few distinct keys. zeros: some keys vanish.
+extreme: norms from 1e-12 to 1e12. runs: near-identical neighbours. rotary: contents rotated by position, as real keys
+are. equal: one key per head."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+PARTITIONS = {"alternating": Alternating, "halves": Halves, "strided": Strided, "random": RandomSplit}
+
+
+def make_keys(kind: str, shape: tuple[int, int, int, int], generator: torch.Generator) -> Tensor:
+    """Keys ``[B, H, T, D]`` of one of :data:`KINDS`, float32."""
+    batch, heads, slots, size = shape
+    normal = torch.randn(shape, generator=generator)
+    if kind == "ties":
+        return normal.round().clamp(-1, 1)
+    if kind == "duplicates":
+        few = torch.randn(batch, heads, 3, size, generator=generator)
+        return few[:, :, torch.randint(3, (slots,), generator=generator)]
+    if kind == "zeros":
+        return normal * torch.randint(2, (batch, heads, slots, 1), generator=generator)
+    if kind == "extreme":
+        return normal * 10.0 ** (24 * torch.rand(batch, heads, slots, 1, generator=generator) - 12)
+    if kind == "runs":
+        run = torch.arange(slots) // 5
+        return torch.randn(batch, heads, slots // 5 + 1, size, generator=generator)[:, :, run] + 1e-3 * normal
+    if kind == "rotary":
+        content = torch.randn(batch, heads, 1, size, generator=generator) + 0.3 * normal
+        if size % 2:
+            return content
+        return Rotary.from_theta(1e4, size).rotate(content, torch.arange(slots).expand(batch, heads, slots))
+    if kind == "equal":
+        return torch.randn(batch, heads, 1, size, generator=generator).expand(shape).contiguous()
+    return normal
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """A KVState in one line. ``merged``: degrees from 1 to 9 instead of all 1; ``pad``: left padding per row."""
+
+    slots: int
+    kind: str = "gaussian"
+    batch: int = 1
+    heads: int = 1
+    size: int = 4
+    dtype: str = "float32"
+    merged: bool = False
+    strided: bool = False
+    pad: tuple[int, ...] = ()
+    seed: int = 0
+
+    def generator(self) -> torch.Generator:
+        """A generator that continues after the state's own draws would begin: for further random choices."""
+        return torch.Generator().manual_seed(self.seed + 1)
+
+    def state(self) -> KVState:
+        """The state it stands for. Padded slots hold NaN: whoever reads them is found out."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.batch, self.heads, self.slots, self.size)
+        keys = make_keys(self.kind, shape, generator).to(DTYPES[self.dtype])
+        values = torch.randn(*shape[:3], 3, generator=generator).to(DTYPES[self.dtype])
+        degree = torch.randint(1, 10, shape[:3], generator=generator).float() if self.merged else None
+        mask = torch.ones(self.batch, self.slots, dtype=torch.bool)
+        for row, count in enumerate(self.pad[: self.batch]):
+            mask[row, : min(count, self.slots)] = False
+        keys = keys.masked_fill(~mask[:, None, :, None], float("nan"))
+        values = values.masked_fill(~mask[:, None, :, None], float("nan"))
+        if self.strided:  # the same numbers, laid out as projections lay them out
+            keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
+        rotary = Rotary.from_theta(1e4, self.size) if self.size % 2 == 0 else None
+        state = KVState.from_kv(keys, values, mask, rotary=rotary)
+        if degree is None:
+            return state
+        degree = degree[:, :1].expand(shape[:3]) * state.degree  # one sum per row, as every head has seen the same
+        return replace(state, degree=degree.contiguous(), seen=degree[:, 0].sum(-1).long())
+
+
+def states(*, least: int = 0, most: int = 40, padded: bool = False, dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+           kinds: tuple[str, ...] = KINDS) -> st.SearchStrategy[StateCase]:  # fmt: skip
+    """Cases with ``least`` to ``most`` slots."""
+    return st.builds(
+        StateCase,
+        slots=st.integers(least, most),
+        kind=st.sampled_from(kinds),
+        batch=st.integers(1, 3),
+        heads=st.integers(1, 3),
+        size=st.sampled_from([2, 3, 8]),
+        dtype=st.sampled_from(dtypes),
+        merged=st.booleans(),
+        strided=st.booleans(),
+        pad=st.lists(st.integers(0, most), max_size=3).map(tuple) if padded else st.just(()),
+        seed=st.integers(0, 999),
+    )
+
+
+@dataclass(frozen=True)
+class MatchCase:
+    """A state, a partition of its slots, and how many edges are asked for (in hundredths of what is possible)."""
+
+    state: StateCase
+    split: str = "alternating"
+    chunk_size: int | None = None
+    percent: int = 50
+
+    def partition(self) -> Partition:
+        """The partition of the state's slots."""
+        return PARTITIONS[self.split](chunk_size=self.chunk_size)(self.state.slots)
+
+    def edges(self, capacity: int) -> int:
+        """How many edges to ask for."""
+        return capacity * self.percent // 100
+
+
+def matches(**state_options: Any) -> st.SearchStrategy[MatchCase]:
+    """Cases for matchers: states of at least one slot, any partition, any number of edges."""
+    return st.builds(
+        MatchCase,
+        state=states(**{"least": 1, "dtypes": ("float32",), **state_options}),
+        split=st.sampled_from(sorted(PARTITIONS)),
+        chunk_size=st.one_of(st.none(), st.integers(2, 9)),
+        percent=st.integers(0, 100),
+    )
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Queries, keys, values and degrees. ``holes``: some slots are empty."""
+
+    slots: int
+    length: int = 1
+    batch: int = 1
+    heads: int = 1
+    groups: int = 1
+    size: int = 4
+    kind: str = "gaussian"
+    dtype: str = "float32"
+    holes: bool = False
+    causal: bool = True
+    seed: int = 0
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """query, keys, values, degree."""
+        generator = torch.Generator().manual_seed(self.seed)
+        dtype = DTYPES[self.dtype]
+        shape = (self.batch, self.heads, self.slots, self.size)
+        keys = make_keys(self.kind, shape, generator).to(dtype)
+        values = torch.randn(*shape[:3], 3, generator=generator).to(dtype)
+        query = torch.randn(self.batch, self.heads * self.groups, self.length, self.size, generator=generator).to(dtype)
+        degree = torch.randint(0 if self.holes else 1, 50, shape[:3], generator=generator).float()
+        return query, keys, values, degree
+
+
+def attentions() -> st.SearchStrategy[AttentionCase]:
+    """Cases for attention: at least as many slots as queries; no extreme norms (softmax would be one-hot)."""
+    return st.builds(
+        AttentionCase,
+        slots=st.integers(4, 40),
+        length=st.integers(1, 4),
+        batch=st.integers(1, 2),
+        heads=st.integers(1, 3),
+        groups=st.integers(1, 3),
+        size=st.sampled_from([2, 3, 8, 64]),
+        kind=st.sampled_from([kind for kind in KINDS if kind != "extreme"]),
+        dtype=st.sampled_from(sorted(DTYPES)),
+        holes=st.booleans(),
+        causal=st.booleans(),
+        seed=st.integers(0, 999),
+    )

@@ -1,0 +1,81 @@
+"""The law list: every exported stage, one line each. A new stage is checked by adding its line here."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from centroidkv import Budget, Compressor
+from centroidkv.aggregate import DegreeWeightedMean, KeepTargetKey
+from centroidkv.attention import degree_attention
+from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching
+from centroidkv.partition import Alternating, Halves, RandomSplit, Strided
+from centroidkv.preserve import Distinctive, Recent, Sinks
+from centroidkv.schedule import Constant, FewestRounds, LinearAnnealing
+from centroidkv.similarity import Cosine, Dot, NegativeEuclidean
+
+# (stage, options of its check)
+PARTITIONS = [
+    (Alternating(6), {}),
+    (Alternating(None), {}),
+    (Halves(7), {}),
+    (Strided(3, 8), {}),
+    (RandomSplit(1, 6), {}),
+]
+SIMILARITIES = [
+    (Cosine(), {"scale_free": True}),
+    (Dot(), {"copy_is_best": False}),
+    (NegativeEuclidean(), {}),
+]
+MATCHERS = [
+    (BipartiteSoftMatching("sequence"), {}),
+    (BipartiteSoftMatching("chunk"), {}),
+    (ThresholdMatching(0.3), {}),
+    (AllPairsMatching(), {}),
+    (KMeans(3), {}),
+    (Evict(), {}),
+]
+AGGREGATORS = [
+    (DegreeWeightedMean(), {}),
+    (KeepTargetKey(), {"averages_keys": False}),
+]
+SCHEDULES = [
+    (LinearAnnealing(0.5, 0.05), {}),
+    (LinearAnnealing(0.1, 0.03, minimum=0.0), {}),
+    (Constant(0.2), {}),
+    (Constant(0.0), {}),
+    (FewestRounds(), {}),
+]
+
+
+def small(**parts: object) -> Compressor:
+    """A compressor that preserves little, for the laws' short states."""
+    builder = Compressor.builder().preserve(Sinks(1), Recent(2)).partition(Alternating(8)).budget(0.4)
+    for name, part in parts.items():
+        builder = getattr(builder, name)(part)
+    return builder.build()
+
+
+COMPRESSORS = [
+    (small(), {}),
+    (small(budget=Budget.tokens(9)), {}),
+    (small(matching=BipartiteSoftMatching("chunk"), partition=Halves(6)), {}),
+    (small(matching=ThresholdMatching(0.8)), {}),
+    (small(matching=AllPairsMatching(), similarity=NegativeEuclidean()), {}),
+    (small(matching=KMeans(2), schedule=FewestRounds()), {}),
+    (small(matching=Evict(), schedule=FewestRounds()), {}),
+    (small(similarity=Cosine(heads="mean"), partition=Strided(3, 9)), {}),
+    (small(similarity=Cosine(rope="before"), aggregate=KeepTargetKey()), {}),
+    (
+        Compressor.builder()
+        .preserve(Sinks(1), Recent(2), Distinctive(share=0.4, rope="after"))
+        .partition(RandomSplit(0, 8))
+        .schedule(Constant(0.2))
+        .budget(0.6)
+        .build(),
+        {},
+    ),
+]
+ATTENTIONS = [
+    (partial(degree_attention, backend="reference"), {}),
+    (partial(degree_attention, backend="sdpa"), {}),
+]

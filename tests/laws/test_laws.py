@@ -1,0 +1,46 @@
+"""Every exported stage through every law of its family."""
+
+import pytest
+
+import centroidkv.aggregate
+import centroidkv.matching
+import centroidkv.partition
+import centroidkv.schedule
+import centroidkv.similarity
+from centroidkv import testing
+from tests.laws import stages
+
+CHECKS = {
+    testing.check_partition: stages.PARTITIONS,
+    testing.check_similarity: stages.SIMILARITIES,
+    testing.check_matcher: stages.MATCHERS,
+    testing.check_aggregator: stages.AGGREGATORS,
+    testing.check_schedule: stages.SCHEDULES,
+    testing.check_compressor: stages.COMPRESSORS,
+    testing.check_attention: stages.ATTENTIONS,
+}
+
+
+@pytest.mark.parametrize(
+    ("check", "stage", "options"),
+    [
+        pytest.param(check, stage, options, id=f"{check.__name__}-{index}")
+        for check, stage_list in CHECKS.items()
+        for index, (stage, options) in enumerate(stage_list)
+    ],
+)
+def test_stage_obeys_the_laws_of_its_family(check, stage, options):
+    check(stage, **options)
+
+
+def test_sdpa_equals_the_reference():
+    reference, sdpa = (stage for stage, _ in stages.ATTENTIONS)
+    testing.check_backend(sdpa, reference, "attention")
+
+
+@pytest.mark.parametrize("family", ["partition", "similarity", "matching", "aggregate", "schedule"])
+def test_no_exported_stage_is_missing_from_the_list(family):
+    module = getattr(centroidkv, family)
+    exported = {name for name in module.__all__ if isinstance(getattr(module, name), type)}
+    listed = {type(stage).__name__ for stage_list in CHECKS.values() for stage, _ in stage_list}
+    assert exported <= listed
