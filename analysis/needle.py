@@ -42,7 +42,6 @@ def with_share(share: float) -> Callable[[Budget], Compressor]:
 VARIANTS: dict[str, Callable[[Budget], Compressor]] = {
     "streaming_llm": presets.streaming_llm,
     "keydiff": presets.keydiff,
-    "kmeans": presets.kmeans,
     "centroidkv, fewest rounds": with_schedule(FewestRounds()),
     "centroidkv, r = .5 falling by .05": with_schedule(LinearAnnealing(0.5, 0.05)),
     "centroidkv (r = .1 falling by .005)": presets.centroidkv,

@@ -45,7 +45,7 @@ class Law:
             LawViolation: with the smallest counter-example found.
         """
 
-        @settings(max_examples=examples or settings().max_examples)
+        @settings(max_examples=examples or settings().max_examples, report_multiple_bugs=False)
         @given(self.cases)
         def search(case: Any) -> None:
             try:

@@ -1,0 +1,50 @@
+"""What the documents say is true of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from centroidkv import presets
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_example_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    (example,) = [block for block in blocks if "Compressor.builder()" in block]
+    exec(example, {})
+    assert "T=250" in capsys.readouterr().out
+
+
+def test_the_readmes_table_names_every_exported_part_and_files_that_exist():
+    for family in ("preserve", "partition", "similarity", "matching", "aggregate", "schedule"):
+        module = __import__(f"centroidkv.{family}", fromlist=["__all__"])
+        for name in module.__all__:
+            if isinstance(getattr(module, name), type):
+                assert f"`{name}`" in README, f"README's table of parts lacks {name}"
+    for path in re.findall(r"\| `([a-z_]+/[a-z_]*(?:\.py)?)` \|", README):
+        assert (ROOT / "centroidkv" / path).exists(), path
+
+
+def test_the_readme_names_every_preset():
+    assert all(f"`{name}`" in README for name in presets.ALL)
+
+
+def test_design_names_tests_that_exist():
+    references = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "DESIGN.md").read_text())
+    assert len(references) > 15
+    for path, name in references:
+        functions = {node.name for node in ast.parse((ROOT / path).read_text()).body if hasattr(node, "name")}
+        assert name in functions, f"{path} has no {name}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/transformers.md"])
+def test_links_and_paths_lead_somewhere(name):
+    text = (ROOT / name).read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / name).parent.joinpath(target).exists(), target
