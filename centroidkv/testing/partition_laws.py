@@ -15,7 +15,7 @@ from centroidkv.schedule import plan_sizes
 from centroidkv.testing.law import check_all, expect, law
 from centroidkv.testing.oracles import chunks_of
 
-lengths = st.integers(0, 90)
+lengths = st.integers(0, 40) | st.integers(0, 3000)
 
 
 @law("sources and targets are disjoint, lie in 0..n-1, and together are all slots", lengths)
@@ -86,7 +86,7 @@ class ScheduleCase:
 schedules = st.builds(ScheduleCase, st.integers(0, 3000), st.integers(1, 400), st.sampled_from([10, 50, 99]))
 
 
-@law("rates are numbers in [0, 1]", st.integers(0, 200))
+@law("rates are numbers in [0, 1]", st.integers(0, 10**6))
 def rates_are_shares(schedule: Any, index: int) -> None:
     rate = schedule(index)
     expect(isinstance(rate, int | float) and 0 <= rate <= 1, "a rate in [0, 1]", rate)
@@ -116,7 +116,7 @@ def stops_only_for_a_reason(schedule: Any, case: ScheduleCase) -> None:
     expect(last <= case.target or stuck, f"going on from {last} to {case.target}", f"a stop at {last}")
 
 
-@law("rates never rise", st.integers(0, 200))
+@law("rates never rise", st.integers(0, 10**6))
 def rates_never_rise(schedule: Any, index: int) -> None:
     now, then = schedule(index), schedule(index + 1)
     expect(then <= now, f"at most {now} in round {index + 1}", then)

@@ -1,5 +1,8 @@
 """Every exported stage through every law of its family."""
 
+import math
+import os
+
 import pytest
 
 import centroidkv.aggregate
@@ -21,6 +24,25 @@ CHECKS = {
 }
 
 
+# In the thorough profile every family sees at least this many examples, all its stages and laws together.
+THOROUGH = 20_000
+LAWS_AT_LEAST = {
+    testing.check_partition: 4,
+    testing.check_similarity: 4,
+    testing.check_matcher: 5,
+    testing.check_aggregator: 6,
+    testing.check_schedule: 5,
+    testing.check_compressor: 10,
+    testing.check_attention: 5,
+}
+
+
+def examples(check):
+    if os.environ.get("HYPOTHESIS_PROFILE") != "thorough":
+        return None
+    return math.ceil(THOROUGH / (len(CHECKS[check]) * LAWS_AT_LEAST[check]))
+
+
 @pytest.mark.parametrize(
     ("check", "stage", "options"),
     [
@@ -30,7 +52,7 @@ CHECKS = {
     ],
 )
 def test_stage_obeys_the_laws_of_its_family(check, stage, options):
-    check(stage, **options)
+    check(stage, examples(check), **options)
 
 
 def test_sdpa_equals_the_reference():

@@ -1,0 +1,55 @@
+"""Queries, keys and values of a real model, layer by layer, as its attention sees them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "centroidkv_recorder"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``query [B, Hq, T, D]``, ``keys`` and ``values`` ``[B, H, T, D]`` after RoPE, and the scale of q.k."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+
+
+@contextmanager
+def recording(model: Any) -> Iterator[list[Layer]]:
+    """While active, every attention call of ``model`` adds a Layer to the list."""
+    layers: list[Layer] = []
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
+        layers.append(Layer(query.float(), key.float(), value.float(), scale))
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register(NAME, record)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield layers
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def capture(model: Any, ids: Tensor) -> list[Layer]:
+    """One forward pass over ``ids [1, T]``."""
+    with recording(model) as layers:
+        model(ids, use_cache=False)
+    return layers
