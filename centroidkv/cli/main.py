@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, help_text in COMMANDS.items():
         modules[name].add_arguments(commands.add_parser(name, help=help_text, description=help_text))
     options = parser.parse_args(arguments)
+    # One progress bar is ours; those of loading weights would break into it.
+    sys.modules["transformers"].utils.logging.disable_progress_bar()
     # transformers 5.24 renames past_key_values to cache but accepts both until 6.0; the old name works everywhere.
     warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
     try:
