@@ -87,7 +87,7 @@ def kmeans(size: Size) -> Callable[[], Any]:
 # (name, function, varied size, its values, the other sizes, exponent of time by the formula)
 SWEEPS = (
     ("soft matching", soft_matching, "n", (16384, 32768, 65536, 131072), Size(), 1, "n c d / 4"),
-    ("soft matching", soft_matching, "c", (256, 512, 1024, 2048), Size(n=16384), 1, "n c d / 4"),
+    ("soft matching", soft_matching, "c", (1024, 2048, 4096, 8192), Size(n=16384), 1, "n c d / 4"),
     ("soft matching", soft_matching, "d", (64, 128, 256, 512), Size(n=16384, c=1024), 1, "n c d / 4"),
     ("all pairs", all_pairs, "n", (512, 1024, 2048, 4096), Size(), 2, "n^2 d"),
     ("k-means", kmeans, "n", (2048, 4096, 8192, 16384), Size(), 1, "i n k d"),

@@ -31,7 +31,8 @@ def merge_error_bound(spread: Tensor, weight: Tensor, value_to_rest: Tensor, val
     """Largest distance between the attention outputs with and without one merge (see the module's text).
 
     Args:
-        spread: e = s |q| max_i |k_i - k|, the largest possible shift of a member's logit.
+        spread: e >= |d_i|, the largest shift of a member's logit: s |q| max_i |k_i - k| holds for every query of that
+            length; max_i |s q.(k_i - k)|, where the query is known, is much smaller.
         weight: p, the cluster's share of the attention after the merge, in [0, 1].
         value_to_rest: |v - r|, from the cluster's mean value to the output of everything else.
         value_spread: sum (n_i / N) |v_i - v|, the mean distance of the members' values from their mean.

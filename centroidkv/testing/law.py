@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import given, settings
-from hypothesis.errors import HypothesisException
+from hypothesis.errors import Flaky, HypothesisException
 from hypothesis.strategies import SearchStrategy
 
 
@@ -59,7 +59,12 @@ class Law:
                     self._message(subject, case, "a result", f"{type(error).__name__}: {error}")
                 ) from error
 
-        search()
+        try:
+            search()
+        except Flaky as flaky:
+            raise LawViolation(
+                self._message(subject, "replayed", "the same result for the same input", "another one")
+            ) from flaky
 
     def _message(self, subject: Any, case: Any, expected: str, got: Any) -> str:
         return (
