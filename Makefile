@@ -33,7 +33,7 @@ slow: $(VENV)/.test ## Only the slow tests: real model, long generations
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 thorough: $(VENV)/.test ## All laws with many more examples
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws -n 2 $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)
 
 doctest: $(VENV)/.test ## The examples in the docstrings
 	$(BIN)/python -m pytest --doctest-modules centroidkv --ignore=centroidkv/cli -q

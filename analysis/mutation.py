@@ -39,7 +39,8 @@ class Mutation:
 
 MUTATIONS = (
     Mutation("partition/alternating.py", "torch.arange(size) % 2 == 0", "torch.arange(size) % 3 == 0", "theorem"),
-    Mutation("partition/halves.py", "< size // 2", "<= size // 2", "check_partition"),
+    Mutation("partition/halves.py", "< size // 2", "<= size // 2", "check_partition",
+             "still a valid partition, with one more source; the example in tests/partition/test_partition.py pins it"),
     Mutation("partition/strided.py", "& (index != size - 1)", "", "check_partition"),
     Mutation("partition/random_split.py", "generator=torch.Generator().manual_seed(self.seed)", "", "check_partition"),
     Mutation("partition/chunks.py", "torch.arange(full * size, length)", "torch.arange(full * size, length - 1)", "check_partition"),
@@ -54,7 +55,7 @@ MUTATIONS = (
     Mutation("matching/candidates.py", "torch.where(chosen, self.target, source)", "torch.where(chosen, self.target + 1, source)", "check_matcher"),
     Mutation("matching/bipartite.py", "total * end // whole", "total * end // (whole + 1)", "check_matcher"),
     Mutation("matching/all_pairs.py", "mutual & (index < choice)", "mutual", "check_matcher"),
-    Mutation("matching/kmeans.py", "medoid.gather(-1, cluster))\n        missing", "medoid.gather(-1, cluster) + 1)\n        missing", "check_matcher"),
+    Mutation("matching/kmeans.py", "stays = index == medoid", "stays = index >= medoid", "check_matcher"),
     Mutation("matching/kmeans.py", "(rank < missing) & ~stays", "(rank < missing - 1) & ~stays", "check_matcher"),
     Mutation("aggregate/degree_weighted_mean.py", "state.degree + sum_merges(state.degree, assignment)", "state.degree + sum_merges(state.degree.clamp(max=1), assignment)", "check_aggregator"),
     Mutation("aggregate/degree_weighted_mean.py", "weight = degree.to(exact.dtype)", "weight = degree.to(exact.dtype).clamp(max=1)", "check_aggregator"),

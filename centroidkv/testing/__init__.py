@@ -20,6 +20,7 @@ from centroidkv.testing.compressor_laws import check_compressor
 from centroidkv.testing.law import Law, LawViolation
 from centroidkv.testing.matching_laws import check_matcher
 from centroidkv.testing.partition_laws import check_partition, check_schedule
+from centroidkv.testing.preserve_laws import check_preserver
 from centroidkv.testing.similarity_laws import check_similarity
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "check_compressor",
     "check_matcher",
     "check_partition",
+    "check_preserver",
     "check_schedule",
     "check_similarity",
 ]

@@ -81,6 +81,8 @@ def preserved_slots_are_identical(compressor: Any, case: StateCase) -> None:
             continue
         one = state.rows(torch.tensor([row]))
         mask = compressor.preservers.select(one, budget)[0]
+        count = compressor.preservers.count(state.slots, budget)
+        expect((mask.sum(-1) == count).all(), f"{count} preserved slots per head", mask.sum(-1).tolist())
         for head in range(state.heads):
             kept = one.positions[0, head, mask[head]]
             place = (smaller.positions[row, head] == kept[:, None]) & smaller.live[row, head]

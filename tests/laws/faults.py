@@ -21,6 +21,7 @@ from centroidkv.testing import (
     compressor_laws,
     matching_laws,
     partition_laws,
+    preserve_laws,
     similarity_laws,
 )
 from tests.laws.stages import small
@@ -530,4 +531,42 @@ BACKEND = {
     },
 }  # fmt: skip
 
-FAULTS = PARTITION | SCHEDULE | SIMILARITY | MATCHING | AGGREGATE | COMPRESSOR | ATTENTION | BACKEND
+
+class Choosing:
+    """A preserver made of two functions."""
+
+    share = None
+
+    def __init__(self, select, count=lambda budget: 3, share=None):
+        self._select, self.count, self.share = select, count, share
+
+    def select(self, state, free, count):
+        return self._select(state, free, count)
+
+
+def noisy_choice(state, free, count):
+    return free & (torch.rand(free.shape).masked_fill(~free, -1).argsort(-1, descending=True).argsort(-1) < count)
+
+
+def by_batch_mean(state, free, count):
+    score = (state.keys.float() - state.keys.float().mean((0, 1), keepdim=True)).norm(dim=-1)
+    return free & (score.masked_fill(~free, -1).argsort(-1, descending=True).argsort(-1) < count)
+
+
+PRESERVE = {
+    preserve_laws.chooses_that_many_free_slots: {
+        "the first slots, free or not": Choosing(lambda s, free, n: torch.arange(s.slots).expand(free.shape) < n),
+        "one too few": Choosing(lambda s, free, n: free & (free.cumsum(-1) < n)),
+        "a threshold": Choosing(lambda s, free, n: free & (s.keys[..., 0] > 0)),
+    },
+    preserve_laws.rows_and_heads_choose_alone: {
+        "random": Choosing(noisy_choice),
+        "keys centred over rows and heads": Choosing(by_batch_mean),
+    },
+    preserve_laws.counts_are_sound: {
+        "a share that rounds up and adds one": Choosing(None, lambda budget: int(budget * 0.5) + 1, share=0.5),
+        "not whole": Choosing(None, lambda budget: budget / 2, share=0.5),
+    },
+}
+
+FAULTS = PRESERVE | PARTITION | SCHEDULE | SIMILARITY | MATCHING | AGGREGATE | COMPRESSOR | ATTENTION | BACKEND

@@ -14,6 +14,14 @@ from centroidkv.schedule import Constant, FewestRounds, LinearAnnealing
 from centroidkv.similarity import Cosine, Dot, NegativeEuclidean
 
 # (stage, options of its check)
+PRESERVERS = [
+    (Sinks(3), {}),
+    (Recent(4), {}),
+    (Recent(share=0.5), {}),
+    (Distinctive(share=0.7, rope="after"), {}),
+    (Distinctive("cosine", share=0.3, rope="before"), {}),
+    (Distinctive("low_norm", share=1.0, rope="after"), {}),
+]
 PARTITIONS = [
     (Alternating(6), {}),
     (Alternating(None), {}),

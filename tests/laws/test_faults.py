@@ -14,12 +14,14 @@ from centroidkv.testing import (
     compressor_laws,
     matching_laws,
     partition_laws,
+    preserve_laws,
     similarity_laws,
 )
 from tests.laws.faults import FAULTS, MATCHING
 
 MODULES = (
-    aggregate_laws, attention_laws, backend_laws, compressor_laws, matching_laws, partition_laws, similarity_laws,
+    aggregate_laws, attention_laws, backend_laws, compressor_laws, matching_laws, partition_laws, preserve_laws,
+    similarity_laws,
 )  # fmt: skip
 LAWS = [value for module in MODULES for value in vars(module).values() if isinstance(value, Law)]
 CASES = [

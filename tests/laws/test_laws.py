@@ -8,12 +8,14 @@ import pytest
 import centroidkv.aggregate
 import centroidkv.matching
 import centroidkv.partition
+import centroidkv.preserve
 import centroidkv.schedule
 import centroidkv.similarity
 from centroidkv import testing
 from tests.laws import stages
 
 CHECKS = {
+    testing.check_preserver: stages.PRESERVERS,
     testing.check_partition: stages.PARTITIONS,
     testing.check_similarity: stages.SIMILARITIES,
     testing.check_matcher: stages.MATCHERS,
@@ -27,6 +29,7 @@ CHECKS = {
 # In the thorough profile every family sees at least this many examples, all its stages and laws together.
 THOROUGH = 20_000
 LAWS_AT_LEAST = {
+    testing.check_preserver: 3,
     testing.check_partition: 4,
     testing.check_similarity: 4,
     testing.check_matcher: 5,
@@ -60,7 +63,7 @@ def test_sdpa_equals_the_reference():
     testing.check_backend(sdpa, reference, "attention")
 
 
-@pytest.mark.parametrize("family", ["partition", "similarity", "matching", "aggregate", "schedule"])
+@pytest.mark.parametrize("family", ["preserve", "partition", "similarity", "matching", "aggregate", "schedule"])
 def test_no_exported_stage_is_missing_from_the_list(family):
     module = getattr(centroidkv, family)
     exported = {name for name in module.__all__ if isinstance(getattr(module, name), type)}

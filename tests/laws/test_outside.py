@@ -1,7 +1,11 @@
 """A stranger's file, outside the repository, defines a matcher and checks it."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import centroidkv
 
 MATCHER = """
 import torch
@@ -27,7 +31,9 @@ print("obeys the laws")
 
 def run(path, text):
     path.write_text(text)
-    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, cwd=path.parent)
+    environment = {**os.environ, "PYTHONPATH": str(Path(centroidkv.__file__).parents[1])}
+    command = [sys.executable, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=path.parent, env=environment)
 
 
 def test_a_strangers_matcher_is_checked_in_one_line(tmp_path):
