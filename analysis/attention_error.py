@@ -28,8 +28,7 @@ from centroidkv.integrations.transformers.rope import rotary_of
 
 QUERIES = 64
 BUDGETS = (0.5, 0.25, 0.125)
-# k-means and all pairs take minutes at this size; analysis.complexity measures what they cost.
-PRESETS = ("centroidkv", "distinctive", "tome", "streaming_llm", "keydiff", "knorm")
+PRESETS = tuple(presets.ALL)
 
 
 def layer_error(layer: Layer, preset: str, budget: float, rotary: Rotary) -> Tensor:

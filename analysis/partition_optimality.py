@@ -28,7 +28,7 @@ from centroidkv.partition import Alternating, Halves, RandomSplit, Strided
 from centroidkv.similarity import Cosine
 from centroidkv.testing.oracles import best_equal_splits, cross_similarity
 
-LENGTHS = (8, 10, 12)
+LENGTHS = (8, 9, 10, 11, 12)
 LONGEST = 256
 
 

@@ -131,10 +131,17 @@ def two_steps_equal_one(aggregator: Any, case: MergeCase) -> None:
     after = aggregator(aggregator(before, Assignment(half)), Assignment(torch.where(assignment.stays, index, rest)))
     stays = assignment.stays
     expect(after.degree[stays].equal(at_once.degree[stays]), f"{at_once.degree.tolist()}", after.degree.tolist())
+    expect_merged_close(case, before, at_once, after, stays, roundings=3)
+
+
+def expect_merged_close(
+    case: MergeCase, before: KVState, wanted: KVState, got: KVState, stays: Tensor, roundings: int
+) -> None:
+    """Keys and values of the slots that stay, equal up to ``roundings`` times the bound of one weighted mean."""
     for name in ("keys", "values"):
-        x, y = getattr(at_once, name).double(), getattr(after, name).double()
+        x, y = getattr(wanted, name).double(), getattr(got, name).double()
         largest = getattr(before, name).double().abs().amax(2, keepdim=True).expand(x.shape)
-        bound = 3 * sum_bound(largest, case.state.slots, DTYPES[case.state.dtype])
+        bound = roundings * sum_bound(largest, case.state.slots, DTYPES[case.state.dtype])
         expect(((x - y).abs() <= bound)[stays].all(), f"{name} {x[stays].tolist()}", lambda y=y: y[stays].tolist())
 
 

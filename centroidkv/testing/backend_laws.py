@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from centroidkv.testing import attention_laws, matching_laws
-from centroidkv.testing.aggregate_laws import MergeCase, merges
+from centroidkv.testing.aggregate_laws import MergeCase, expect_merged_close, merges
 from centroidkv.testing.aggregate_laws import run as run_aggregator
 from centroidkv.testing.law import Law, expect, law
-from centroidkv.testing.strategies import DTYPES, AttentionCase, MatchCase, attentions, matches
-from centroidkv.testing.tolerances import attention_bound, score_bound, sum_bound
+from centroidkv.testing.strategies import AttentionCase, MatchCase, attentions, matches
+from centroidkv.testing.tolerances import attention_bound, score_bound
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,7 @@ def merges_as_the_reference(pair: Pair, case: MergeCase) -> None:
     theirs = run_aggregator(pair.reference, case)[1]
     stays = assignment.stays
     expect(ours.degree[stays].equal(theirs.degree[stays]), f"{theirs.degree.tolist()}", ours.degree.tolist())
-    for name in ("keys", "values"):
-        x, y = getattr(theirs, name).double(), getattr(ours, name).double()
-        largest = getattr(before, name).double().abs().amax(2, keepdim=True).expand(x.shape)
-        bound = 2 * sum_bound(largest, case.state.slots, DTYPES[case.state.dtype])
-        expect(((x - y).abs() <= bound)[stays].all(), f"{name} {x[stays].tolist()}", lambda y=y: y[stays].tolist())
+    expect_merged_close(case, before, theirs, ours, stays, roundings=2)
 
 
 @law("attends as the reference does", attentions())
