@@ -31,11 +31,11 @@ def draw_similarity(keys: Tensor, path: Path, title: str) -> None:
     window = min(256, cosines.shape[-1])
     longest = min(256, cosines.shape[-1] - 1)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    image = left.imshow(cosines[0, -window:, -window:], vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+    image = left.imshow(cosines[0, -window:, -window:].numpy(), vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=left, label="cosine similarity")
     left.set(title=f"Keys of head 0, last {window} tokens", xlabel="token", ylabel="token")
     for head, curve in enumerate(similarity_by_distance(cosines, longest)):
-        right.plot(range(1, longest + 1), curve, label=f"KV head {head}")
+        right.plot(range(1, longest + 1), curve.numpy(), label=f"KV head {head}")
     right.set(title="Mean similarity by distance", xlabel="distance in tokens", ylabel="mean cosine similarity")
     right.set_xscale("log", base=2)
     right.grid(alpha=0.3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from centroidkv import Budget, Compressor
+from centroidkv import Budget, Compressor, presets
 from centroidkv.aggregate import DegreeWeightedMean, KeepTargetKey
 from centroidkv.attention import degree_attention
 from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching
@@ -82,6 +82,8 @@ COMPRESSORS = [
         .build(),
         {},
     ),
+    # Presets set 68 slots aside, so of states with at most 90 slots those of 77 and more are compressed.
+    *((preset(0.9), {}) for preset in presets.ALL.values()),
 ]
 ATTENTIONS = [
     (partial(degree_attention, backend="reference"), {}),
