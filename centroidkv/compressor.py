@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from centroidkv.dense import compact, map_dense, merge_sorted
-from centroidkv.errors import BudgetError, BudgetNotMetWarning, RotaryError, ShapeError, StageError
+from centroidkv.errors import BudgetError, BudgetNotMetWarning, ShapeError, StageError
 from centroidkv.preserve.union import Union
-from centroidkv.protocols import Aggregator, Matcher, Partitioner, Schedule, Similarity
+from centroidkv.protocols import (
+    Aggregator,
+    Matcher,
+    Partitioner,
+    Schedule,
+    Similarity,
+    matcher_capacity,
+    split_slots,
+)
 from centroidkv.records import Assignment, Budget, Partition, Plan
 from centroidkv.schedule import plan_sizes
 from centroidkv.state import KVState, accumulation_dtype
@@ -99,24 +107,13 @@ class Compressor:
 
     def _capacity(self, length: int) -> int:
         """The most slots that one round can remove from ``length``."""
-        if getattr(self.matching, "needs_partition", True):
-            return self._split(length).capacity
-        capacity = getattr(self.matching, "capacity", None)
-        return capacity(length) if capacity else max(length - 1, 0)
+        return matcher_capacity(self.matching, self._split(length))
 
     def _split(self, length: int) -> Partition:
-        partition = self.partition(length)
-        if not isinstance(partition, Partition):
-            try:
-                sources, targets = partition
-            except (TypeError, ValueError):
-                raise StageError(
-                    f"{self.partition!r} must return a Partition or a pair (sources, targets), got {partition!r}"
-                ) from None
-            partition = Partition.whole(sources, targets, length)
-        if partition.length != length:
-            raise StageError(f"{self.partition!r} was asked to split {length} slots, it split {partition.length}")
-        return partition
+        """The partition of ``length`` slots; one without sides for a matcher that works on all slots."""
+        if getattr(self.matching, "needs_partition", True):
+            return split_slots(self.partition, length)
+        return Partition(length, ())
 
     def _preserved_names(self) -> str:
         return "(" + (" + ".join(map(repr, self.preservers.members)) or "none") + ")"
@@ -198,11 +195,10 @@ class Compressor:
 
     def _round(self, state: KVState, size: int) -> KVState:
         """One round on compressible slots only: from ``state.slots`` to ``size``, or as far as the matcher can."""
-        edges = min(state.slots - size, self._capacity(state.slots))
+        partition = self._split(state.slots)
+        edges = min(state.slots - size, matcher_capacity(self.matching, partition))
         if edges < 1:
             return state
-        needs_partition = getattr(self.matching, "needs_partition", True)
-        partition = self._split(state.slots) if needs_partition else Partition(state.slots, ())
         keys, degree = self._comparable(state)
         assignment = self.matching(keys, degree, partition, self.similarity, edges)
         if not isinstance(assignment, Assignment):
@@ -245,14 +241,10 @@ class Compressor:
 
     def _comparable(self, state: KVState) -> tuple[Tensor, Tensor]:
         """Keys and degrees as the similarity wants to see them: before or after RoPE, per head or averaged."""
-        keys = state.keys.to(accumulation_dtype(state.keys.dtype))
         if getattr(self.similarity, "rope", "after") == "before":
-            if state.rotary is None:
-                raise RotaryError(
-                    f"{self.similarity!r} compares keys before RoPE and needs to know how they were rotated: pass "
-                    "KVState.from_kv(..., rotary=Rotary.from_theta(theta, dim)), or choose rope='after'"
-                )
-            keys = state.rotary.unrotate(keys, state.positions)
+            keys = state.keys_before_rope(self.similarity)
+        else:
+            keys = state.keys.to(accumulation_dtype(state.keys.dtype))
         if getattr(self.similarity, "heads", "each") == "mean":
             return keys.mean(1, keepdim=True), state.degree.mean(1, keepdim=True)
         return keys, state.degree

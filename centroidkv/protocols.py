@@ -7,10 +7,11 @@ default, so a small stage need not mention them.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from centroidkv.errors import StageError
 from centroidkv.records import Assignment, Partition
 from centroidkv.state import KVState
 
@@ -92,3 +93,31 @@ class Schedule(Protocol):
     """
 
     def __call__(self, round_index: int, /) -> float: ...
+
+
+def split_slots(partitioner: Any, length: int) -> Partition:
+    """What ``partitioner`` makes of ``length`` slots, also if it returns a plain pair of index lists.
+
+    Raises:
+        StageError: it returned neither, or split another number of slots.
+    """
+    partition = partitioner(length)
+    if not isinstance(partition, Partition):
+        try:
+            sources, targets = partition
+        except (TypeError, ValueError):
+            raise StageError(
+                f"{partitioner!r} must return a Partition or a pair (sources, targets), got {partition!r}"
+            ) from None
+        partition = Partition.whole(sources, targets, length)
+    if partition.length != length:
+        raise StageError(f"{partitioner!r} was asked to split {length} slots, it split {partition.length}")
+    return partition
+
+
+def matcher_capacity(matcher: Any, partition: Partition) -> int:
+    """The most slots that one round of ``matcher`` can remove, by the capabilities it declares."""
+    if getattr(matcher, "needs_partition", True):
+        return partition.capacity
+    own = getattr(matcher, "capacity", None)
+    return own(partition.length) if own else max(partition.length - 1, 0)

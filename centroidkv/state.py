@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from centroidkv.errors import DeviceError, DtypeError, NonFiniteError, PositionOrderError, ShapeError
+from centroidkv.errors import DeviceError, DtypeError, NonFiniteError, PositionOrderError, RotaryError, ShapeError
 from centroidkv.rotary import Rotary
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -157,6 +157,19 @@ class KVState:
             seen=self.seen.index_select(0, index),
             head_data={name: data.index_select(0, index) for name, data in self.head_data.items()},
         )
+
+    def keys_before_rope(self, asked_by: object) -> Tensor:
+        """The keys un-rotated by their positions, in the accumulation dtype.
+
+        Raises:
+            RotaryError: ``rotary`` is not set; names the stage that asked.
+        """
+        if self.rotary is None:
+            raise RotaryError(
+                f"{asked_by!r} looks at keys before RoPE and needs to know how they were rotated: pass "
+                "KVState.from_kv(..., rotary=Rotary.from_theta(theta, dim)), or choose rope='after'"
+            )
+        return self.rotary.unrotate(self.keys, self.positions).to(accumulation_dtype(self.keys.dtype))
 
     def validate(self) -> KVState:
         """Check the contents: finite live slots, degrees that are counts, ascending positions.

@@ -20,7 +20,7 @@ ALLOWED = {
     "rotary": {"errors"},
     "state": {"errors", "rotary"},
     "records": {"errors"},
-    "protocols": {"records", "state"},
+    "protocols": {"errors", "records", "state"},
     "preserve": BASE,
     "partition": BASE,
     "similarity": BASE,

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from centroidkv.errors import RotaryError, ShapeError, StageError
+from centroidkv.errors import ShapeError, StageError
 from centroidkv.preserve.scores import cosine_to_mean, leverage, low_norm
 from centroidkv.records import exact_share
 from centroidkv.state import KVState
@@ -63,12 +63,7 @@ class Distinctive:
 
     def select(self, state: KVState, free: Tensor, count: int) -> Tensor:
         if self.rope == "before":
-            if state.rotary is None:
-                raise RotaryError(
-                    "Distinctive(rope='before') needs to know how the keys were rotated: pass "
-                    "KVState.from_kv(..., rotary=Rotary.from_theta(theta, dim)), or choose rope='after'"
-                )
-            state = replace(state, keys=state.rotary.unrotate(state.keys, state.positions).to(state.keys.dtype))
+            state = replace(state, keys=state.keys_before_rope(self).to(state.keys.dtype))
         score = self.score(state) if callable(self.score) else self.SCORES[self.score](state)
         if score.shape != free.shape:
             raise ShapeError(f"a score must be [B, H, T] = {tuple(free.shape)}, got {tuple(score.shape)}")

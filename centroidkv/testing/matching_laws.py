@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from centroidkv.protocols import matcher_capacity
 from centroidkv.records import Assignment, Partition
 from centroidkv.similarity import Cosine
 from centroidkv.testing.law import check_all, expect, law
@@ -19,18 +20,11 @@ SIMILARITY = Cosine()
 """What the laws compare keys with. A matcher receives it and must not assume it."""
 
 
-def _capacity(matcher: Any, partition: Partition) -> int:
-    if getattr(matcher, "needs_partition", True):
-        return partition.capacity
-    own = getattr(matcher, "capacity", None)
-    return own(partition.length) if own else max(partition.length - 1, 0)
-
-
 def run(matcher: Any, case: MatchCase, keys: Tensor | None = None) -> tuple[Assignment, Partition, int]:
     """The matcher's decision on a case (or on other keys in its place), the partition, and the edges asked for."""
     state, partition = case.state.state(), case.partition()
     keys = state.keys if keys is None else keys
-    edges = case.edges(_capacity(matcher, partition))
+    edges = case.edges(matcher_capacity(matcher, partition))
     return matcher(keys, state.degree[: keys.shape[0], : keys.shape[1]], partition, SIMILARITY, edges), partition, edges
 
 

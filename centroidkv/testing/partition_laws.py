@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from centroidkv.records import Partition
+from centroidkv.protocols import split_slots
 from centroidkv.schedule import plan_sizes
 from centroidkv.testing.law import check_all, expect, law
 from centroidkv.testing.oracles import chunks_of
@@ -20,45 +20,37 @@ lengths = st.integers(0, 8) | st.integers(0, 60) | st.integers(0, 3000)
 
 @law("sources and targets are disjoint, lie in 0..n-1, and together are all slots", lengths)
 def covers_every_slot_once(partitioner: Any, length: int) -> None:
-    partition = _split(partitioner, length)
+    partition = split_slots(partitioner, length)
     named = sorted(slot for sources, targets in chunks_of(partition) for slot in (*sources, *targets))
     expect(named == list(range(length)), f"every slot of 0..{length - 1} exactly once", named)
 
 
 @law("chunks are stretches of neighbours: none reaches into another", lengths)
 def chunks_do_not_interleave(partitioner: Any, length: int) -> None:
-    spans = sorted((min(s + t), max(s + t)) for s, t in chunks_of(_split(partitioner, length)) if s + t)
+    spans = sorted((min(s + t), max(s + t)) for s, t in chunks_of(split_slots(partitioner, length)) if s + t)
     expect(all(a[1] < b[0] for a, b in pairwise(spans)), "stretches one after the other", spans)
 
 
 @law("a sequence of two or more slots has something to merge, and one round takes at most half", lengths)
 def capacity_is_positive_and_at_most_half(partitioner: Any, length: int) -> None:
-    capacity = _split(partitioner, length).capacity
+    capacity = split_slots(partitioner, length).capacity
     low = 1 if length >= 2 else 0
     expect(low <= capacity <= length // 2, f"a capacity in {low}..{length // 2}", capacity)
 
 
 @law("the split is a pure function of the length: no global random state is read or moved", lengths)
 def is_pure(partitioner: Any, length: int) -> None:
-    first = chunks_of(_split(partitioner, length))
+    first = chunks_of(split_slots(partitioner, length))
     torch.manual_seed(length)
     random.seed(length)
     before = torch.get_rng_state(), random.getstate()
-    second = chunks_of(_split(partitioner, length))
+    second = chunks_of(split_slots(partitioner, length))
     expect(second == first, f"the same split again: {first}", second)
     same = torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
     expect(same, "global random state left alone", "global random state moved")
 
 
 PARTITION_LAWS = (covers_every_slot_once, chunks_do_not_interleave, capacity_is_positive_and_at_most_half, is_pure)
-
-
-def _split(partitioner: Any, length: int) -> Partition:
-    partition = partitioner(length)
-    if isinstance(partition, Partition):
-        return partition
-    sources, targets = partition
-    return Partition.whole(sources, targets, length)
 
 
 def check_partition(partitioner: Any, examples: int | None = None) -> None:

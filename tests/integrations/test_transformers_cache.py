@@ -444,3 +444,10 @@ def test_undo_respects_a_later_choice(llama):
     model.set_attn_implementation("eager")
     handle.undo()
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_layer_the_cache_does_not_have_is_refused_by_name(llama):
+    cache = CentroidCache(compressor(), config=llama().config)
+    keys = torch.randn(1, 2, 5, 16)
+    with pytest.raises(CacheError, match="3 layers, the model asks for layer 7"):
+        cache.update(keys, keys, 7)

@@ -11,6 +11,7 @@ import torch
 from centroidkv.aggregate import DegreeWeightedMean, KeepTargetKey
 from centroidkv.attention import degree_attention
 from centroidkv.matching import BipartiteSoftMatching, ThresholdMatching
+from centroidkv.matching.candidates import best, best_targets
 from centroidkv.partition import Alternating
 from centroidkv.records import Assignment, Block, Partition
 from centroidkv.similarity import Cosine, Dot, NegativeEuclidean
@@ -229,24 +230,16 @@ def nearest_neighbour(good, keys, degree, partition, similarity, edges):
 
 def lowest_rank(good, keys, degree, partition, similarity, edges):
     """Takes the worst proposals: a sort in the wrong direction."""
-    everyone = good(keys, degree, partition, similarity, len(partition.sources))
-    from centroidkv.matching.candidates import best, best_targets
-
     candidates = best_targets(keys, partition, similarity)
-    assert everyone is not None
     return candidates.accept(best(-candidates.score, edges))
 
 
 def last_ties(good, keys, degree, partition, similarity, edges):
-    from centroidkv.matching.candidates import best, best_targets
-
     candidates = best_targets(keys, partition, similarity)
     return candidates.accept(best(candidates.score.flip(-1), edges).flip(-1))
 
 
 def hashed_ties(good, keys, degree, partition, similarity, edges):
-    from centroidkv.matching.candidates import best, best_targets
-
     candidates = best_targets(keys, partition, similarity)
     noise = torch.sin(12.9898 * torch.arange(candidates.score.shape[-1])) * 1e-6
     return candidates.accept(best(candidates.score + noise, edges))

@@ -107,7 +107,11 @@ class CentroidCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values; returns what this step attends to, and passes ln N on to the attention."""
         if self._config is None or self._leads(layer_idx):
-            self._begin_step(layer_idx, key_states)
+            self._begin_step(layer_idx, batch=key_states.shape[0], new=key_states.shape[2])
+        if layer_idx >= len(self.layers):
+            raise CacheError(
+                f"the cache has {len(self.layers)} layers, the model asks for layer {layer_idx}; reset() it"
+            )
         layer = self.layers[layer_idx]
         if not isinstance(layer, CentroidLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -141,10 +145,10 @@ class CentroidCache(Cache):
         """Whether this is the first compressed layer, at which a step's common facts are read."""
         return next((i for i, layer in enumerate(self.layers) if isinstance(layer, CentroidLayer)), -1) == layer_idx
 
-    def _begin_step(self, layer_idx: int, key_states: Tensor) -> None:
+    def _begin_step(self, layer_idx: int, batch: int, new: int) -> None:
         """Find the model, and the padding among the new tokens; make sure all layers stand at the same token."""
         caller = find_caller()
-        if caller is None and (self._config is None or key_states.shape[0] > 1):
+        if caller is None and (self._config is None or batch > 1):
             raise BackendError(
                 "the cache cannot see the model that uses it, and so neither its attention nor the padding mask "
                 "(compiled or wrapped forward pass?); for single sequences CentroidCache(config=model.config) will do"
@@ -153,16 +157,12 @@ class CentroidCache(Cache):
             if self._config is None:
                 self._bind(caller.module.config)
             self._config = caller.module.config  # of the model that is running now, whichever was bound
-        if layer_idx >= len(self.layers):
-            raise CacheError(
-                f"the cache has {len(self.layers)} layers, the model asks for layer {layer_idx}; reset() it"
-            )
         if len({layer.logical for layer in self._compressed}) > 1:
             raise CacheError(
                 "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; "
                 "reset() the cache and process the prompt again"
             )
-        self._real = None if caller is None else real_tokens(caller.attention_mask, *key_states.shape[::2][:2])
+        self._real = None if caller is None else real_tokens(caller.attention_mask, batch, new)
         if self._real is not None and self._leads(layer_idx):
             begun = self._compressed[0].row_started()
             seen = self._real.long().cumsum(-1) + (
