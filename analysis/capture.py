@@ -27,23 +27,34 @@ class Layer:
     scale: float
 
 
+_recordings: list[list[Layer]] = []
+"""The lists being filled. The function below is registered as one and the same object each time: kvpress, once
+imported, holds on to the functions it found registered, so a new closure per recording would never be called."""
+
+
+# dropout comes by position where kvpress wraps the registered functions.
+def _record(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float = 0.0, **kwargs: Any
+) -> Any:
+    scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
+    for layers in _recordings:
+        layers.append(Layer(query.float(), key.float(), value.float(), scale))
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=dropout, **kwargs)
+
+
 @contextmanager
 def recording(model: Any) -> Iterator[list[Layer]]:
     """While active, every attention call of ``model`` adds a Layer to the list."""
     layers: list[Layer] = []
-
-    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
-        layers.append(Layer(query.float(), key.float(), value.float(), scale))
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
-
-    AttentionInterface.register(NAME, record)
+    AttentionInterface.register(NAME, _record)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
+    _recordings.append(layers)
     try:
         yield layers
     finally:
+        _recordings.remove(layers)
         model.set_attn_implementation(before)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analysis.capture import capture
+from analysis.curves import curves, is_convex, is_monotone
 from centroidkv.cli.demo import format_table
 from centroidkv.cli.needle import prose
-from centroidkv.cli.picture import key_cosines, similarity_by_distance
 from centroidkv.integrations.transformers import load_smollm2
 from centroidkv.partition import Alternating, Halves, RandomSplit, Strided
 from centroidkv.similarity import Cosine
@@ -51,16 +50,6 @@ def mean_cross(side: tuple[int, ...], curve: list[float]) -> float:
     return cross_similarity(side, curve) / (len(side) * (len(curve) + 1 - len(side)))
 
 
-def is_monotone(curve: list[float]) -> bool:
-    """Whether it never rises."""
-    return all(a >= b for a, b in pairwise(curve))
-
-
-def is_convex(curve: list[float]) -> bool:
-    """Whether its drops never grow."""
-    return all(a - 2 * b + c >= 0 for a, b, c in zip(curve, curve[1:], curve[2:], strict=False))
-
-
 def tiny_random() -> tuple[Any, int]:
     """A random Llama as control, and its vocabulary size."""
     import transformers
@@ -75,14 +64,14 @@ def tiny_random() -> tuple[Any, int]:
 
 def curves_of(model: Any, ids: Tensor) -> Tensor:
     """Similarity by distance, ``[layers * heads, LONGEST]``."""
-    return torch.cat([similarity_by_distance(key_cosines(layer.keys[0]), LONGEST) for layer in capture(model, ids)])
+    return curves((layer.keys[0] for layer in capture(model, ids)), LONGEST).flatten(0, 1)
 
 
-def rows_for(name: str, curves: Tensor) -> list[list[str]]:
+def rows_for(name: str, lines: Tensor) -> list[list[str]]:
     """One table row per chunk length."""
     rows = []
     for length in LENGTHS:
-        short = [curve[: length - 1].tolist() for curve in curves]
+        short = [curve[: length - 1].tolist() for curve in lines]
         monotone, convex = [is_monotone(c) for c in short], [is_convex(c) for c in short]
         named = sides(length)
         means = {split: sum(mean_cross(side, c) for c in short) / len(short) for split, side in named.items()}
@@ -125,12 +114,12 @@ def main() -> None:
     ids = torch.tensor([tokenizer(prose(1)).input_ids[: options.tokens]])
     control, vocabulary = tiny_random()
     random_ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
-    curves = {"SmolLM2-135M": curves_of(model, ids), "random Llama": curves_of(control, random_ids)}
+    measured = {"SmolLM2-135M": curves_of(model, ids), "random Llama": curves_of(control, random_ids)}
     if options.picture:
-        draw(curves, options.picture)
+        draw(measured, options.picture)
     soft, optimal = matching_gap(model, ids)
-    rows = [row for name, curve in curves.items() for row in rows_for(name, curve)]
-    print(f"{options.tokens} tokens, keys after RoPE; {len(curves['SmolLM2-135M'])} layers x heads\n")
+    rows = [row for name, curve in measured.items() for row in rows_for(name, curve)]
+    print(f"{options.tokens} tokens, keys after RoPE; {len(measured['SmolLM2-135M'])} layers x heads\n")
     print(
         f"Mean similarity of merging all sources in chunks of 256: {soft:.4f} by bipartite soft matching (many to 1), "
         f"{optimal:.4f} by the optimal one-to-one matching\n"
@@ -139,15 +128,15 @@ def main() -> None:
     print(format_table(header, rows))
 
 
-def draw(curves: dict[str, Tensor], path: Path) -> None:
+def draw(measured: dict[str, Tensor], path: Path) -> None:
     """Similarity by distance of all layers and heads, per model."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(curves), figsize=(11, 4.2), layout="constrained")
-    for panel, (name, lines) in zip(panels, curves.items(), strict=True):
+    figure, panels = pyplot.subplots(1, len(measured), figsize=(11, 4.2), layout="constrained")
+    for panel, (name, lines) in zip(panels, measured.items(), strict=True):
         distance = range(1, lines.shape[1] + 1)
         low, middle, high = torch.quantile(lines, torch.tensor([0.1, 0.5, 0.9]), dim=0).numpy()
         panel.fill_between(distance, low, high, alpha=0.2, label="10 to 90 % of layers and heads")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from centroidkv.aggregate.segments import add_importance
 from centroidkv.dense import compact, map_dense, merge_sorted
 from centroidkv.errors import BudgetError, BudgetNotMetWarning, ShapeError, StageError
 from centroidkv.preserve.union import Union
@@ -18,6 +19,7 @@ from centroidkv.protocols import (
     Partitioner,
     Schedule,
     Similarity,
+    check_assignment,
     matcher_capacity,
     split_slots,
 )
@@ -174,9 +176,14 @@ class Compressor:
             return state
         # A stable sort of the mask lists the compressible slots first, each part still in order.
         order = preserved.byte().argsort(dim=-1, stable=True)
-        kept, body = state.select(order[..., plan.compressible :]), state.select(order[..., : plan.compressible])
+        # What stages add for their own use is gone afterwards; importance the caller set is carried on.
+        ready = self._prepare(state, ~preserved)
+        kept, body = state.select(order[..., plan.compressible :]), ready.select(order[..., : plan.compressible])
         for size in plan.sizes:
             body = map_dense(body, lambda rows, size=size: self._round(rows, size))  # type: ignore[misc]
+        body = replace(
+            body, slot_data={name: body.slot_data[name] for name in state.slot_data}, head_data=state.head_data
+        )
         result = replace(merge_sorted(kept, body), rounds=state.rounds + len(plan.sizes))
         if strict and result.slots > budget:
             warnings.warn(
@@ -199,8 +206,8 @@ class Compressor:
         edges = min(state.slots - size, matcher_capacity(self.matching, partition))
         if edges < 1:
             return state
-        keys, degree = self._comparable(state)
-        assignment = self.matching(keys, degree, partition, self.similarity, edges)
+        keys, mass = self._comparable(state)
+        assignment = self.matching(keys, mass, partition, self.similarity, edges)
         if not isinstance(assignment, Assignment):
             raise StageError(f"{self.matching!r} must return an Assignment, got {type(assignment).__name__}")
         if assignment.joins.shape != keys.shape[:3]:
@@ -210,13 +217,13 @@ class Compressor:
             )
         if keys.shape[1] != state.heads:  # one decision for all heads
             assignment = Assignment(assignment.joins.expand(state.degree.shape).contiguous())
-        self._check_assignment(assignment.validate(), edges)
+        check_assignment(self.matching, assignment.validate(), edges)
         merged = self.aggregate(state, assignment)
         if not isinstance(merged, KVState) or merged.slots != state.slots:
             raise StageError(
                 f"{self.aggregate!r} must return a KVState of the same {state.slots} slots, got {merged!r}"
             )
-        after = compact(merged, assignment.stays)
+        after = compact(add_importance(merged, state, assignment), assignment.stays)
         mass = torch.where(assignment.evicted, 0.0, state.degree).sum(-1)
         if not torch.allclose(after.degree.sum(-1), mass):
             raise StageError(
@@ -225,29 +232,26 @@ class Compressor:
             )
         return after
 
-    def _check_assignment(self, assignment: Assignment, edges: int) -> None:
-        left = (~assignment.stays).sum(-1)
-        exact = getattr(self.matching, "exact", True)
-        if not bool((left == edges).all() if exact else (left <= edges).all()):
-            raise StageError(
-                f"{self.matching!r} was asked to remove {'exactly' if exact else 'at most'} {edges} of "
-                f"{assignment.joins.shape[-1]} slots per head, it removed {int(left.min())} to {int(left.max())}"
-                + ("; declare `exact = False` if it may remove fewer" if exact else "")
-            )
-        if not getattr(self.matching, "evicts", False) and bool(assignment.evicted.any()):
-            raise StageError(
-                f"{self.matching!r} evicts slots without saying so; declare `evicts = True` if it means to"
-            )
-
     def _comparable(self, state: KVState) -> tuple[Tensor, Tensor]:
         """Keys and degrees as the similarity wants to see them: before or after RoPE, per head or averaged."""
+        mass = getattr(self.matching, "mass", None)
+        weight = state.degree if mass is None else state.slot_data[mass]
+        if hasattr(self.similarity, "features"):
+            return self.similarity.features(state), weight
         if getattr(self.similarity, "rope", "after") == "before":
             keys = state.keys_before_rope(self.similarity)
         else:
             keys = state.keys.to(accumulation_dtype(state.keys.dtype))
         if getattr(self.similarity, "heads", "each") == "mean":
-            return keys.mean(1, keepdim=True), state.degree.mean(1, keepdim=True)
-        return keys, state.degree
+            return keys.mean(1, keepdim=True), weight.mean(1, keepdim=True)
+        return keys, weight
+
+    def _prepare(self, state: KVState, free: Tensor) -> KVState:
+        """Let the stages that want to compute something once per compression do so; ``free`` slots may merge."""
+        for stage in (self.similarity, self.matching):
+            if hasattr(stage, "prepare"):
+                state = stage.prepare(state, free)
+        return state
 
     @property
     def plannable(self) -> bool:
@@ -257,9 +261,18 @@ class Compressor:
     @property
     def needs_rotary(self) -> bool:
         """Whether a stage compares or scores keys before RoPE, so that states must carry ``rotary``."""
-        return getattr(self.similarity, "rope", "after") == "before" or any(
-            getattr(member, "needs_rotary", False) for member in self.preservers.members
+        stages = (self.matching, *self.preservers.members)
+        return (
+            getattr(self.similarity, "rope", "after") == "before"
+            or self.needs_queries
+            or any(getattr(stage, "needs_rotary", False) for stage in stages)
         )
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether a stage looks at the model's queries, so that states must carry them (``centroidkv.queries``)."""
+        stages = (self.similarity, self.matching, *self.preservers.members)
+        return any(getattr(stage, "needs_queries", False) for stage in stages)
 
     def __repr__(self) -> str:
         preserve = ", ".join(map(repr, self.preservers.members)) or "nothing"

@@ -50,5 +50,9 @@ class CacheError(CentroidKVError):
     """An operation on a compressed cache has no exact answer (for instance un-merging merged slots)."""
 
 
+class EvaluationError(CentroidKVError):
+    """A benchmark request cannot be measured as asked: unknown preset, no question to split off, prompt too long."""
+
+
 class BudgetNotMetWarning(UserWarning):
     """A result holds more slots than its budget: the schedule or a threshold stopped merging earlier."""

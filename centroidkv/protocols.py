@@ -54,6 +54,11 @@ class Similarity(Protocol):
 
     Optional attributes: ``rope`` ("after", the default: keys as cached; "before": keys un-rotated by their positions)
     and ``heads`` ("each", the default: every KV head decides for itself; "mean": one decision on head-mean keys).
+    Instead of ``rope``, ``features(state) -> [B, H, T, F]`` gives the points that are compared in place of keys.
+
+    Similarities and matchers may have ``prepare(state, free) -> state``, called once per compression with the slots
+    that may merge: what it adds to ``slot_data`` and ``head_data`` is there in every round and gone afterwards.
+    ``needs_queries`` (default False) asks callers for the model's queries (:mod:`centroidkv.queries`).
     """
 
     def __call__(self, a: Tensor, b: Tensor, /) -> Tensor: ...
@@ -66,7 +71,8 @@ class Matcher(Protocol):
     ``keys [B, H, T, D]`` are float32 and prepared as the similarity declares; ``degree [B, H, T]`` is their mass.
     Optional attributes: ``needs_partition`` (default True; False: works on all slots), ``capacity(length)`` for those
     (the most slots one round can remove; default all but one), ``evicts`` (default False; True: removed slots join
-    nothing), ``exact`` (default True; False: may remove fewer than ``edges``).
+    nothing), ``exact`` (default True; False: may remove fewer than ``edges``), ``mass`` (default None; the name of slot
+    data to be given in place of degrees).
     """
 
     def __call__(
@@ -121,3 +127,21 @@ def matcher_capacity(matcher: Any, partition: Partition) -> int:
         return partition.capacity
     own = getattr(matcher, "capacity", None)
     return own(partition.length) if own else max(partition.length - 1, 0)
+
+
+def check_assignment(matcher: Any, assignment: Assignment, edges: int) -> None:
+    """Hold a matcher to what it was asked for and what it declares.
+
+    Raises:
+        StageError: it removed another number of slots than ``edges``, or evicts without saying so.
+    """
+    left = (~assignment.stays).sum(-1)
+    exact = getattr(matcher, "exact", True)
+    if not bool((left == edges).all() if exact else (left <= edges).all()):
+        raise StageError(
+            f"{matcher!r} was asked to remove {'exactly' if exact else 'at most'} {edges} of "
+            f"{assignment.joins.shape[-1]} slots per head, it removed {int(left.min())} to {int(left.max())}"
+            + ("; declare `exact = False` if it may remove fewer" if exact else "")
+        )
+    if not getattr(matcher, "evicts", False) and bool(assignment.evicted.any()):
+        raise StageError(f"{matcher!r} evicts slots without saying so; declare `evicts = True` if it means to")

@@ -51,16 +51,32 @@ class Rotary:
         """Undo :meth:`rotate`: the keys as they were before RoPE; float32 result."""
         return self._turn(keys, positions, -1.0, 1.0 / self.scaling)
 
+    def rotate_ahead(self, queries: Tensor, start: Tensor, horizon: int) -> Tensor:
+        """Mean of ``queries [B, H, Q, D]`` rotated to each of the ``horizon`` positions from ``start [B]`` on; float32.
+
+        What all future positions agree on: channel pairs that turn fast average out, those that turn slowly stay.
+        """
+        steps = torch.arange(horizon, device=start.device) + start[:, None]
+        cos, sin = (part.mean(1)[:, None, None] for part in self._angles(steps))
+        return self._apply(queries, cos * self.scaling, sin * self.scaling)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine ``[..., h]`` of the angles at ``positions [...]``."""
+        # float32 angles are exact enough to 2^24 tokens only if the product is taken in float64 for large positions
+        angle = (positions.double()[..., None] * self.inv_freq.to(positions.device).double()).float()
+        return angle.cos(), angle.sin()
+
     def _turn(self, keys: Tensor, positions: Tensor, sign: float, scaling: float) -> Tensor:
+        cos, sin = self._angles(positions)
+        return self._apply(keys, cos * scaling, sin * (sign * scaling))
+
+    def _apply(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = self.inv_freq.shape[0]
         if keys.shape[-1] < 2 * half:
             raise RotaryError(
                 f"this rotary embedding turns {2 * half} channels, but the keys have only {keys.shape[-1]}; "
                 "build it with the model's own rotary dimension"
             )
-        # float32 angles are exact enough to 2^24 tokens only if the product is taken in float64 for large positions
-        angle = (positions.double()[..., None] * self.inv_freq.to(positions.device).double()).float()
-        cos, sin = angle.cos() * scaling, angle.sin() * (sign * scaling)
         turned, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :].float()
         if self.interleaved:
             first, second = turned[..., 0::2], turned[..., 1::2]

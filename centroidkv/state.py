@@ -31,8 +31,8 @@ class KVState:
         seen: ``[B]`` int64: real tokens each row has seen. Default: the degrees' sum, which it equals unless tokens
             were evicted.
         slot_data: optional tensors ``[B, H, T, ...]`` that travel with their slots (scores, for instance); when
-            slots merge, the entry of the slot that stays is kept.
-        head_data: optional tensors ``[B, H, ...]`` per KV head (recent-query statistics, for instance).
+            slots merge, the entry of the slot that stays is kept ("importance" is added up instead).
+        head_data: optional tensors ``[B, H, ...]`` per KV head (``"queries"``, see :mod:`centroidkv.queries`).
         rotary: how the keys were rotated; needed by stages that compare keys before RoPE.
 
     Invariants: along T, live slots (degree > 0) have strictly ascending positions; the degrees of a (row, head) add

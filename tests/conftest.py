@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,10 +31,15 @@ def _seeded() -> None:
 def make_state():
     """A function (slots, ...) -> random KVState with a known rotation."""
 
-    def make(slots: int, batch: int = 2, heads: int = 2, size: int = 16, dtype: torch.dtype = torch.float32, mask=None):
+    def make(
+        slots: int, batch: int = 2, heads: int = 2, size: int = 16, dtype: torch.dtype = torch.float32, mask=None,
+        queries: bool = False,
+    ):  # fmt: skip
         generator = torch.Generator().manual_seed(slots)
         keys = torch.randn(batch, heads, slots, size, generator=generator).to(dtype)
         values = torch.randn(batch, heads, slots, size // 2, generator=generator).to(dtype)
-        return KVState.from_kv(keys, values, mask, rotary=Rotary.from_theta(1e4, size))
+        state = KVState.from_kv(keys, values, mask, rotary=Rotary.from_theta(1e4, size))
+        asked = torch.randn(batch, heads, 12, size, generator=generator)
+        return replace(state, head_data={"queries": asked}) if queries else state
 
     return make

@@ -102,9 +102,11 @@ def test_a_padded_row_equals_its_own_run(preset, side):
     pad = [torch.full((1, 2, 333 - row.shape[2], 16), float("nan")) for row in rows]
     batch = torch.cat([torch.cat((p, r) if side == "left" else (r, p), 2) for p, r in zip(pad, rows, strict=True)])
     mask = ~batch[:, 0, :, 0].isnan()
-    together = compressor(KVState.from_kv(batch, batch, mask, rotary=rotary))
+    queries = torch.randn(3, 2, 12, 16)
+    together = compressor(replace(KVState.from_kv(batch, batch, mask, rotary=rotary), head_data={"queries": queries}))
     for index, row in enumerate(rows):
-        alone = compressor(KVState.from_kv(row, row, rotary=rotary))
+        asked = {"queries": queries[index : index + 1]}
+        alone = compressor(replace(KVState.from_kv(row, row, rotary=rotary), head_data=asked))
         for part in ("keys", "values", "degree", "positions"):
             mine = getattr(together, part)[index : index + 1]
             assert torch.equal(mine[:, :, together.slots - alone.slots :], getattr(alone, part))

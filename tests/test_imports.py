@@ -14,13 +14,15 @@ import centroidkv
 PACKAGE = Path(centroidkv.__file__).parent
 
 # What each part may import from the package; a part may always import itself.
-BASE = {"errors", "rotary", "state", "records", "protocols"}
+BASE = {"errors", "rotary", "state", "records", "protocols", "queries", "scores"}
 ALLOWED = {
     "errors": set(),
     "rotary": {"errors"},
     "state": {"errors", "rotary"},
     "records": {"errors"},
     "protocols": {"errors", "records", "state"},
+    "queries": {"errors", "rotary", "state"},
+    "scores": {"state"},
     "preserve": BASE,
     "partition": BASE,
     "similarity": BASE,
@@ -29,7 +31,7 @@ ALLOWED = {
     "schedule": BASE,
     "attention": {"errors"},
     "dense": {"errors", "state"},
-    "compressor": BASE | {"dense", "schedule", "preserve", "builder"},
+    "compressor": BASE | {"aggregate", "dense", "schedule", "preserve", "builder"},
     "builder": BASE | {"aggregate", "compressor", "matching", "partition", "preserve", "schedule", "similarity"},
     "cache": BASE | {"compressor", "dense"},
     "presets": BASE | {"compressor", "matching", "partition", "preserve", "schedule", "similarity"},
@@ -46,7 +48,7 @@ OUTSIDE = {
     "kvpress": {"integrations"},
     "hypothesis": {"testing"},
     "matplotlib": {"cli"},
-    "tqdm": {"cli"},
+    "tqdm": {"cli", "integrations"},
 }
 
 
@@ -99,7 +101,7 @@ def fresh(code: str) -> str:
 
 
 def test_a_fresh_import_loads_no_optional_package_and_patches_nothing():
-    heavy = "['triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm', 'vllm']"
+    heavy = "['triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm', 'vllm', 'lm_eval']"
     code = (
         "import sys, torch\n"
         "before = set(sys.modules); softmax = torch.nn.functional.scaled_dot_product_attention\n"
@@ -113,7 +115,7 @@ def test_a_fresh_import_loads_no_optional_package_and_patches_nothing():
 def test_the_core_works_where_optional_packages_are_missing():
     code = (
         "import sys\n"
-        "for name in ('triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm'):\n"
+        "for name in ('triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm', 'lm_eval'):\n"
         "    sys.modules[name] = None\n"
         "import torch, centroidkv\n"
         "state = centroidkv.KVState.from_kv(torch.randn(1, 1, 300, 8), torch.randn(1, 1, 300, 8))\n"
@@ -122,8 +124,12 @@ def test_the_core_works_where_optional_packages_are_missing():
         "    import centroidkv.integrations.transformers\n"
         "except ImportError as error:\n"
         '    print("centroidkv[transformers]" in str(error))\n'
+        "try:\n"
+        "    import centroidkv.integrations.lm_eval\n"
+        "except ImportError as error:\n"
+        '    print("centroidkv[lm_eval]" in str(error))\n'
     )
-    assert fresh(code).splitlines() == ["150", "True"]
+    assert fresh(code).splitlines() == ["150", "True", "True"]
 
 
 def test_the_type_marker_ships():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from centroidkv.records import Assignment
+from centroidkv.state import KVState
 
 
 def sum_merges(x: Tensor, assignment: Assignment) -> Tensor:
@@ -27,3 +30,11 @@ def sum_merges(x: Tensor, assignment: Assignment) -> Tensor:
     counts = torch.bincount(flat, minlength=batch * heads * slots)
     rows = x.reshape(batch * heads * slots, -1)[order]
     return torch.segment_reduce(rows, "sum", lengths=counts, axis=0, initial=0).reshape(x.shape)
+
+
+def add_importance(merged: KVState, before: KVState, assignment: Assignment) -> KVState:
+    """Slots that merged weigh what their members weighed: the slot data "importance" is a sum, unlike any other."""
+    if "importance" not in before.slot_data:
+        return merged
+    own = before.slot_data["importance"]
+    return replace(merged, slot_data={**merged.slot_data, "importance": own + sum_merges(own, assignment)})

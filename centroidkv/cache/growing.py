@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from centroidkv.cache.query_log import QueryLog
 from centroidkv.compressor import Compressor
 from centroidkv.dense import map_rows
-from centroidkv.errors import CacheError, StageError
+from centroidkv.errors import CacheError, RotaryError, StageError
+from centroidkv.queries import QUERIES
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
 
@@ -44,6 +46,20 @@ class GrowingState:
         """Columns seen, padding included: what position ids and padding masks count."""
         self.seconds = 0.0
         self._clocks: list[_RowClock] = []
+        self._queries = QueryLog()
+
+    def restore(self, state: KVState, logical: int) -> None:
+        """Go on from ``state``, the compressed form of ``logical`` columns, as if it had just been compressed.
+
+        Raises:
+            CacheError: a row of the state has seen more tokens than there were columns.
+        """
+        seen, live = state.seen.tolist(), state.live.sum(-1).amax(-1).tolist()
+        if any(tokens > logical for tokens in seen):
+            raise CacheError(f"a state whose rows have seen {seen} tokens cannot stand for {logical} columns")
+        self.clear()
+        self.state, self.logical = state, logical
+        self._clocks = [_RowClock(*row, since=0, events=1) for row in zip(seen, live, strict=True)]
 
     @property
     def events(self) -> int:
@@ -57,8 +73,8 @@ class GrowingState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: keys, values, degrees and positions."""
-        return 0 if self.state is None else self.state.nbytes
+        """Bytes held: keys, values, degrees and positions, and the queries asked since the last compression, if kept."""
+        return 0 if self.state is None else self.state.nbytes + self._queries.nbytes
 
     @property
     def nbytes_full(self) -> int:
@@ -69,8 +85,13 @@ class GrowingState:
         per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
         return self.state.batch * self.state.heads * self.logical * per_slot
 
-    def append(self, keys: Tensor, values: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def append(
+        self, keys: Tensor, values: Tensor, real: Tensor | None = None, queries: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add ``keys [B, H, L, D]`` and ``values [B, H, L, Dv]``; ``real [B, L]`` marks tokens that are not padding.
+
+        ``queries [B, Hq, L, D]`` of the same tokens, after RoPE and times the attention scale, are needed by compressors
+        that say so (``compressor.needs_queries``); others ignore them.
 
         Returns:
             Keys, values and degrees to attend to in this step: all slots, the new ones last. Degrees are None as long
@@ -79,6 +100,11 @@ class GrowingState:
         Raises:
             Whatever the compressor raises; the layer is then as it was before the call.
         """
+        if self.compressor.needs_queries and queries is None:
+            raise StageError(
+                "this compressor weighs slots by the model's queries: append(keys, values, real, queries=...), or choose "
+                f"one that needs none, such as presets.distinctive: {self.compressor!r}"
+            )
         grown = self._grow(keys, values, real)
         length = keys.shape[2]
         new = [length] * keys.shape[0] if real is None else real.sum(-1).tolist()
@@ -87,17 +113,42 @@ class GrowingState:
         ]
         degree = grown.degree if self.events else None
         due = [row for row, clock in enumerate(clocks) if self._due(clock)]
+        log = self._note(queries, grown, real)
         kept, seconds = grown, 0.0
         if due:
             start = time.perf_counter()
-            kept = map_rows(grown, due, lambda rows: self.compressor(rows, strict=False))
+            kept = map_rows(grown, due, lambda rows: self._compress(rows, log, due))
             seconds = time.perf_counter() - start
             live = kept.live.sum(-1).amax(-1).tolist()
             clocks = [clock.at_event(live[row]) if row in due else clock for row, clock in enumerate(clocks)]
+        if log is not None:
+            log.forget(due)
+            self._queries = log
         self.state, self._clocks = kept, clocks
         self.logical += length
         self.seconds += seconds
         return grown.keys, grown.values, degree
+
+    def _note(self, queries: Tensor | None, grown: KVState, real: Tensor | None) -> QueryLog | None:
+        """The log with this step's queries, un-rotated; the one held is not changed, in case the step fails."""
+        if queries is None or not self.compressor.needs_queries:
+            return None
+        if self.rotary is None:
+            raise RotaryError(f"{self.compressor!r} moves queries and needs to know how they are rotated: set rotary")
+        new = queries.shape[2]
+        positions = grown.positions[:, :1, -new:].expand(queries.shape[:3])
+        log = self._queries.copy()
+        counts = (
+            torch.ones(queries.shape[0], new, dtype=torch.bool, device=queries.device) if real is None else real != 0
+        )
+        log.add(self.rotary.unrotate(queries, positions).to(queries.dtype), counts)
+        return log
+
+    def _compress(self, rows: KVState, log: QueryLog | None, due: list[int]) -> KVState:
+        if log is None:
+            return self.compressor(rows, strict=False)
+        asked = replace(rows, head_data={**rows.head_data, QUERIES: log.sample(due, rows.heads)})
+        return replace(self.compressor(asked, strict=False), head_data=rows.head_data)
 
     def row_started(self) -> list[bool]:
         """Per row, whether it has seen a real token; empty before the first append."""
@@ -138,6 +189,7 @@ class GrowingState:
             return
         self.state = self.state.rows(rows.to(self.state.keys.device))
         self._clocks = [self._clocks[row] for row in rows.tolist()]
+        self._queries.reorder(rows)
 
     def crop(self, tokens: int) -> None:
         """Take back the last ``tokens`` tokens.
@@ -158,6 +210,7 @@ class GrowingState:
         self.state = state.map_slots(lambda x: x[:, :, :left].clone(), seen=state.seen - gone)
         self._clocks = [clock.after(-n, -tokens) for clock, n in zip(self._clocks, gone.tolist(), strict=True)]
         self.logical -= tokens
+        self._queries.crop(tokens)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +34,17 @@ class Candidates:
         return Assignment(joins.scatter(-1, source, torch.where(chosen, self.target, source)))
 
 
-def best_targets(keys: Tensor, partition: Partition, similarity: Similarity) -> Candidates:
-    """b*(a) = argmax_b sim(k_a, k_b) over the targets b of a's chunk; ties go to the earliest target."""
+def best_targets(
+    keys: Tensor,
+    partition: Partition,
+    similarity: Similarity,
+    mass: Tensor | None = None,
+    weigh: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Candidates:
+    """b*(a) = argmax_b sim(k_a, k_b) over the targets b of a's chunk; ties go to the earliest target.
+
+    With ``weigh``, of ``weigh(sim, mass_a, mass_b)`` instead.
+    """
     batch, heads, slots, _ = keys.shape
     partition = partition.to(keys.device)
     source, target, score, sizes = [], [], [], []
@@ -46,6 +56,8 @@ def best_targets(keys: Tensor, partition: Partition, similarity: Similarity) -> 
         if not isinstance(pairs, Tensor) or tuple(pairs.shape) != wanted:
             got = tuple(pairs.shape) if isinstance(pairs, Tensor) else type(pairs).__name__
             raise StageError(f"{similarity!r} must score all pairs, {wanted}, it returned {got}")
+        if weigh is not None and mass is not None:
+            pairs = weigh(pairs, mass[:, :, block.sources], mass[:, :, block.targets])
         best, which = pairs.max(-1)
         if bool(best.isnan().any()):
             raise StageError(f"{similarity!r} returned NaN; a source would join an arbitrary target")

@@ -11,8 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from centroidkv.errors import ShapeError, StageError
-from centroidkv.preserve.scores import cosine_to_mean, leverage, low_norm
 from centroidkv.records import exact_share
+from centroidkv.scores import cosine_to_mean, leverage, low_norm, passages
 from centroidkv.state import KVState
 
 Score = Callable[[KVState], Tensor]
@@ -26,7 +26,8 @@ class Distinctive:
     and clustering the rest keeps both.
 
     Args:
-        score: "leverage" (least explained by the other keys), "cosine" (least like the mean direction), "low_norm",
+        score: "leverage" (least explained by the other keys), "passages" (leverage of keys and values pooled over the
+            heads and over neighbouring slots), "cosine" (least like the mean direction), "low_norm",
             or any function ``KVState -> [B, H, T]``, larger = keep.
         share: share of the free budget (the budget less sinks, recent window and other fixed counts), in (0, 1].
         rope: "before" scores keys un-rotated by their positions, so that a key is judged by content and not by
@@ -40,7 +41,7 @@ class Distinctive:
     rope: str = "before"
 
     SCORES: ClassVar[Mapping[str, Score]] = MappingProxyType(
-        {"leverage": leverage, "cosine": cosine_to_mean, "low_norm": low_norm}
+        {"leverage": leverage, "cosine": cosine_to_mean, "low_norm": low_norm, "passages": passages}
     )
 
     def __post_init__(self) -> None:

@@ -124,7 +124,7 @@ def permuting_rows_and_heads_commutes(compressor: Any, case: StateCase) -> None:
     _expect_equal(run(compressor, case, state.rows(rows)), after, "the permuted result", _slack(case))
     if getattr(compressor.similarity, "heads", "each") == "mean":
         return  # a mean over heads may round differently in another order
-    flipped = state.map_slots(lambda x: x.flip(1))
+    flipped = state.map_slots(lambda x: x.flip(1), head_data={k: x.flip(1) for k, x in state.head_data.items()})
     after = run(compressor, case, state).map_slots(lambda x: x.flip(1))
     _expect_equal(run(compressor, case, flipped), after, "the result with heads permuted", _slack(case))
 

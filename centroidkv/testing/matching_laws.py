@@ -108,6 +108,8 @@ def carries_out_the_best_edges(matcher: Any, case: MatchCase) -> None:
 
 @law("among equals the earliest source leaves, for the earliest target of its chunk", matches(kinds=("equal",)))
 def ties_go_to_the_earliest(matcher: Any, case: MatchCase) -> None:
+    if hasattr(matcher, "weigh"):
+        return  # equal keys of different weight are not equals
     assignment, partition, _ = run(matcher, case)
     chunks = [(sorted(s), sorted(t)) for s, t in chunks_of(partition) if s and t]
     first = {source: targets[0] for sources, targets in chunks for source in sources}
@@ -129,10 +131,13 @@ class _Edge:
 
 def _edges(matcher: Any, case: MatchCase, everyone: bool = False) -> Iterator[_Edge]:
     assignment, partition, _ = run(matcher, case)
-    keys = case.state.state().keys.flatten(0, 1).double()
-    for head, (key, joins) in enumerate(zip(keys, assignment.joins.flatten(0, 1).tolist(), strict=True)):
+    state = case.state.state()
+    keys, masses = state.keys.flatten(0, 1).double(), state.degree.flatten(0, 1)
+    for head, (key, mass, joins) in enumerate(zip(keys, masses, assignment.joins.flatten(0, 1).tolist(), strict=True)):
         scores = SIMILARITY(key, key)
         bound = float(score_bound(key.float(), key.float(), scores.float(), normalised=True).max())
+        if hasattr(matcher, "weigh"):  # the best edges are then those of the best weighted score
+            scores, bound = matcher.weigh(scores, mass, mass), 2 * bound * float(mass.max())
         for sources, targets in chunks_of(partition):
             for source in sources if targets else ():
                 leaves = joins[source] != source

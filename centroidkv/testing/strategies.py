@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from centroidkv.partition import Alternating, Halves, RandomSplit, Strided
+from centroidkv.queries import QUERIES
 from centroidkv.records import Partition
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
@@ -88,6 +89,9 @@ class StateCase:
             keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
         rotary = Rotary.from_theta(1e4, self.size) if self.size % 2 == 0 else None
         state = KVState.from_kv(keys, values, mask, rotary=rotary)
+        if rotary is not None:
+            draw = torch.Generator().manual_seed(self.seed + 2)
+            state = replace(state, head_data={QUERIES: torch.randn(*shape[:2], 6, self.size, generator=draw)})
         if degree is None:
             return state
         degree = degree[:, :1].expand(shape[:3]) * state.degree  # one sum per row, as every head has seen the same

@@ -7,11 +7,11 @@ from functools import partial
 from centroidkv import Budget, Compressor, presets
 from centroidkv.aggregate import DegreeWeightedMean, KeepTargetKey
 from centroidkv.attention import degree_attention
-from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching
+from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching, WardMatching
 from centroidkv.partition import Alternating, Halves, RandomSplit, Strided
 from centroidkv.preserve import Distinctive, Recent, Sinks
 from centroidkv.schedule import Constant, FewestRounds, LinearAnnealing
-from centroidkv.similarity import Cosine, Dot, NegativeEuclidean
+from centroidkv.similarity import Cosine, Dot, ExpectedLogits, NegativeEuclidean
 
 # (stage, options of its check)
 PRESERVERS = [
@@ -21,6 +21,7 @@ PRESERVERS = [
     (Distinctive(share=0.7, rope="after"), {}),
     (Distinctive("cosine", share=0.3, rope="before"), {}),
     (Distinctive("low_norm", share=1.0, rope="after"), {}),
+    (Distinctive("passages", share=0.5), {}),
 ]
 PARTITIONS = [
     (Alternating(6), {}),
@@ -33,6 +34,7 @@ SIMILARITIES = [
     (Cosine(), {"scale_free": True}),
     (Dot(), {"copy_is_best": False}),
     (NegativeEuclidean(), {}),
+    (ExpectedLogits(), {}),
 ]
 MATCHERS = [
     (BipartiteSoftMatching("sequence"), {}),
@@ -41,6 +43,7 @@ MATCHERS = [
     (AllPairsMatching(), {}),
     (KMeans(3), {}),
     (Evict(), {}),
+    (WardMatching("degree"), {}),
 ]
 AGGREGATORS = [
     (DegreeWeightedMean(), {}),
@@ -72,6 +75,8 @@ COMPRESSORS = [
     (small(matching=KMeans(2), schedule=FewestRounds()), {}),
     (small(matching=Evict(), schedule=FewestRounds()), {}),
     (small(similarity=Cosine(heads="mean"), partition=Strided(3, 9)), {}),
+    (small(matching=WardMatching("degree"), similarity=NegativeEuclidean()), {}),
+    (small(matching=WardMatching(), similarity=ExpectedLogits()), {}),
     (small(similarity=Cosine(rope="before"), aggregate=KeepTargetKey()), {}),
     (
         Compressor.builder()

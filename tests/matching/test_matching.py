@@ -1,13 +1,17 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
+from centroidkv import Compressor, presets
 from centroidkv.errors import StageError
-from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching
+from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching, WardMatching
 from centroidkv.matching.bipartite import share_out
 from centroidkv.partition import Alternating
-from centroidkv.similarity import Cosine, NegativeEuclidean
+from centroidkv.queries import expected_attention
+from centroidkv.records import Partition
+from centroidkv.similarity import Cosine, ExpectedLogits, NegativeEuclidean
 
 
 def match(stage, keys, edges, similarity=None, partition=None):
@@ -100,3 +104,50 @@ def test_evict_drops_the_earliest():
 def test_bad_arguments_are_refused(build):
     with pytest.raises(StageError):
         build()
+
+
+def test_ward_moves_light_slots_and_leaves_heavy_ones():
+    # Sources 0 and 2 are equally far from their targets; the heavy pair costs more to merge.
+    keys = torch.tensor([[[[0.0], [1.0], [10.0], [11.0]]]])
+    mass = torch.tensor([[[5.0, 5.0, 1.0, 1.0]]])
+    split = Partition.whole([0, 2], [1, 3], 4)
+    assert WardMatching("degree")(keys, mass, split, NegativeEuclidean(), 1).joins.tolist() == [[[0, 1, 3, 3]]]
+    assert WardMatching("degree")(keys, mass.flip(-1), split, NegativeEuclidean(), 1).joins.tolist() == [[[1, 1, 2, 3]]]
+
+
+def test_the_weighted_squared_distance_is_the_growth_of_the_sum_of_squares():
+    a, b = torch.randn(1, 3, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64)
+    wa, wb = 3.0, 5.0
+    mean = (wa * a + wb * b) / (wa + wb)
+    growth = wa * (a - mean).square().sum() + wb * (b - mean).square().sum()
+    square = -(a - b).square().sum().view(1, 1)
+    cost = -WardMatching("degree").weigh(square, torch.tensor([wa]), torch.tensor([wb]))
+    assert torch.allclose(cost, growth)
+
+
+def test_importance_is_expected_attention_over_its_mean_plus_the_floor(make_state):
+    state = make_state(30, queries=True)
+    free = torch.ones_like(state.live)
+    free[..., :3] = False
+    importance = WardMatching(floor=0.2).prepare(state, free).slot_data["importance"]
+    attention = expected_attention(state, None)
+    wanted = attention / attention[..., 3:].mean(-1, keepdim=True) + 0.2
+    assert torch.allclose(importance, wanted)
+
+
+def test_importance_set_by_the_caller_is_used_summed_and_kept(make_state):
+    state = make_state(30, queries=True)
+    importance = torch.rand(state.degree.shape)
+    state = replace(state, slot_data={"importance": importance, "tag": state.positions})
+    compressor = (
+        Compressor.builder().preserve().matching(WardMatching()).similarity(ExpectedLogits()).budget(0.5).build()
+    )
+    after = compressor(state)
+    assert torch.allclose(after.slot_data["importance"].sum(-1), importance.sum(-1), rtol=1e-5)
+    assert after.slot_data["tag"].equal(after.positions)
+    assert set(after.head_data) == {"queries"}
+
+
+def test_without_queries_the_error_says_what_to_do(make_state):
+    with pytest.raises(StageError, match=r"sample_queries.*presets\.distinctive"):
+        presets.balanced(80)(make_state(90))

@@ -4,8 +4,8 @@ import torch
 from centroidkv import KVState, Rotary
 from centroidkv.errors import RotaryError, ShapeError, StageError
 from centroidkv.preserve import Distinctive, Recent, Sinks
-from centroidkv.preserve.scores import cosine_to_mean, leverage, low_norm
 from centroidkv.preserve.union import Union
+from centroidkv.scores import cosine_to_mean, leverage, low_norm, passages
 
 
 def chosen(members, state, budget):
@@ -114,3 +114,19 @@ def test_a_score_of_the_wrong_shape_is_refused(make_state):
 def test_bad_arguments_are_refused(build):
     with pytest.raises(StageError):
         build()
+
+
+def test_passages_finds_a_whole_phrase_for_every_head(make_state):
+    state = make_state(200, heads=3)
+    keys, values = state.keys * 0.1, state.values * 0.1
+    # Each head finds another part of the phrase strange.
+    for head, part in enumerate((slice(100, 103), slice(102, 105), slice(104, 107))):
+        keys[:, head, part] += 3 * torch.randn(2, part.stop - part.start, 16)
+        values[:, head, part] += 3 * torch.randn(2, part.stop - part.start, 8)
+    state = KVState.from_kv(keys, values)
+    score = passages(state)
+    assert score.equal(score[:, :1].expand(score.shape))
+    taken = Distinctive("passages", share=1.0, rope="after").select(state, torch.ones_like(state.live), 9)
+    assert taken[..., 100:107].all()
+    single = Distinctive("leverage", share=1.0, rope="after").select(state, torch.ones_like(state.live), 9)
+    assert not single[..., 100:107].all()

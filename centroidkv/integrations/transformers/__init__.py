@@ -9,6 +9,19 @@ except ImportError as error:  # pragma: no cover - depends on the environment
 
 from centroidkv.integrations.transformers.attention import Enabled, enable
 from centroidkv.integrations.transformers.cache import CentroidCache
-from centroidkv.integrations.transformers.models import load_pretrained, load_smollm2
+from centroidkv.integrations.transformers.models import (
+    load_gemma3_270m,
+    load_named,
+    load_pretrained,
+    load_smollm2,
+)
 
-__all__ = ["CentroidCache", "Enabled", "enable", "load_pretrained", "load_smollm2"]
+__all__ = [
+    "CentroidCache",
+    "Enabled",
+    "enable",
+    "load_gemma3_270m",
+    "load_named",
+    "load_pretrained",
+    "load_smollm2",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -53,15 +54,16 @@ def _wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        dropout: float = 0.0,  # by position where another library (kvpress) wraps the registered functions
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        stock = _stock(name, module)
+        stock = functools.partial(_stock(name, module), dropout=dropout)
         tag: DegreeTag | None = getattr(key, _TAG, None)
         if tag is None:
             return stock(module, query, key, value, attention_mask, **kwargs)
         tag.received = True
         groups, new = query.shape[1] // key.shape[1], query.shape[2]
-        plain = attention_mask is None and not kwargs.get("dropout") and kwargs.get("softcap") is None
+        plain = attention_mask is None and not dropout and kwargs.get("softcap") is None
         if name == "sdpa" and new == 1 and plain:
             out = degree_attention(query, key, value, tag.degree, scale=kwargs.get("scaling"))
             return out.transpose(1, 2).contiguous(), None

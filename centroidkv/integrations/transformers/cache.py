@@ -14,7 +14,7 @@ from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, CacheError, StageError
 from centroidkv.integrations.transformers.attention import DegreeTag, log_degree_bias, takes_tags
-from centroidkv.integrations.transformers.caller import find_caller, real_tokens
+from centroidkv.integrations.transformers.caller import find_caller, find_queries, real_tokens
 from centroidkv.integrations.transformers.layer import CentroidLayer
 from centroidkv.integrations.transformers.release import (
     STOCK_BIAS_BACKENDS,
@@ -122,7 +122,8 @@ class CentroidCache(Cache):
         self._check_received()
 
         real = None if self._real is None else self._real.to(key_states.device)
-        keys, values, degree = layer.growing.append(key_states, value_states, real)
+        queries = find_queries(layer_idx) if self.compressor.needs_queries else None
+        keys, values, degree = layer.growing.append(key_states, value_states, real, queries)
         if degree is None:
             return keys, values
         if by_tag:

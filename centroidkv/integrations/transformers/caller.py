@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from centroidkv.errors import CacheError
+from centroidkv.errors import BackendError, CacheError
 
 MAX_DEPTH = 16
 """Frames between ``update`` and the attention module's forward: two in plain models, a few more under wrappers."""
@@ -27,6 +27,7 @@ class Caller:
 
     module: Any
     attention_mask: Any
+    query_states: Any = None
 
 
 def find_caller() -> Caller | None:
@@ -35,11 +36,32 @@ def find_caller() -> Caller | None:
     for _ in range(MAX_DEPTH):
         if frame is None:
             return None
-        candidate = frame.f_locals.get("self")
+        local = frame.f_locals
+        candidate = local.get("self")
         if isinstance(candidate, torch.nn.Module) and hasattr(candidate, "layer_idx") and hasattr(candidate, "config"):
-            return Caller(candidate, frame.f_locals.get("attention_mask"))
+            return Caller(candidate, local.get("attention_mask"), local.get("query_states"))
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def find_queries(layer_idx: int) -> Tensor:
+    """The queries ``[B, Hq, L, D]`` that this layer is about to attend with: after RoPE, times its attention scale.
+
+    All of transformers' rotary models name them ``query_states`` and rotate them before they call ``update``.
+
+    Raises:
+        BackendError: they cannot be seen, so a compressor that needs them cannot run.
+    """
+    caller = find_caller()
+    if caller is None or not isinstance(caller.query_states, Tensor):
+        seen = "no attention module" if caller is None else f"no query_states in {type(caller.module).__name__}.forward"
+        raise BackendError(
+            f"this compressor weighs slots by the model's queries, but the cache sees {seen} at layer {layer_idx} "
+            "(compiled, wrapped or unusual model?); choose a compressor that needs none, such as presets.distinctive"
+        )
+    queries = caller.query_states
+    scale = getattr(caller.module, "scaling", None) or queries.shape[-1] ** -0.5
+    return queries * scale
 
 
 def real_tokens(attention_mask: Any, batch: int, new: int) -> Tensor | None:

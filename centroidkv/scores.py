@@ -1,4 +1,4 @@
-"""Per-slot scores that preservers rank by; larger = more worth keeping. Each is a function KVState -> [B, H, T]."""
+"""Per-slot scores that stages rank by; larger = more worth keeping. Each is a function KVState -> [B, H, T]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ def leverage(state: KVState) -> Tensor:
     Rows are weighted by degree (a centroid counts as its members), so the mean and the Gram matrix are those of the
     tokens. O(T D^2). float32. Source: statistical leverage; for KV caches, *Compactor*, arXiv 2507.08143.
     """
-    keys, mass = state.keys.to(accumulation_dtype(state.keys.dtype)), state.degree[..., None]
+    return leverage_of(state.keys, state.degree)
+
+
+def leverage_of(rows: Tensor, degree: Tensor) -> Tensor:
+    """Leverage of ``rows [B, H, T, D]`` of mass ``degree [B, H, T]``, such as keys or values."""
+    keys, mass = rows.to(accumulation_dtype(rows.dtype)), degree[..., None]
     # Leverage does not depend on scale; squares of very long keys would leave float32.
     keys = keys / keys.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     mean = (mass * keys).sum(2, keepdim=True) / mass.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -28,6 +33,31 @@ def leverage(state: KVState) -> Tensor:
     ridge = RIDGE * trace / size + torch.finfo(torch.float32).tiny
     factor = torch.linalg.cholesky(gram + ridge * torch.eye(size, dtype=gram.dtype, device=gram.device))
     return torch.linalg.solve_triangular(factor, x.mT, upper=False).square().sum(-2)
+
+
+PASSAGE = 7
+"""Slots over which a passage's score is averaged, centred on its slot."""
+
+
+def passages(state: KVState) -> Tensor:
+    """How much the passage around a slot stands out, the same for all heads of a layer: what holds an exact fact.
+
+    Leverage of the keys plus leverage of the values, each in standard deviations from its head's mean, averaged over
+    heads and then over PASSAGE neighbouring slots. A fact is several tokens, and not every head finds all of them
+    distinctive: pooling finds the whole phrase where single heads find scattered pieces of it. float32.
+    """
+    both = _standardised(leverage_of(state.keys, state.degree)) + _standardised(leverage_of(state.values, state.degree))
+    pooled = both.mean(1, keepdim=True).float()
+    if pooled.shape[-1]:
+        padded = torch.nn.functional.pad(pooled, (PASSAGE // 2, PASSAGE // 2), mode="replicate")
+        pooled = padded.unfold(-1, PASSAGE, 1).mean(-1)
+    return pooled.expand(state.degree.shape).contiguous()
+
+
+def _standardised(x: Tensor) -> Tensor:
+    """Less the mean and over the standard deviation of its row; zeros for a row without spread."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / centred.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
 
 
 def cosine_to_mean(state: KVState) -> Tensor:

@@ -1,0 +1,85 @@
+"""Who is compared: our presets and kvpress's presses, at equal bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from analysis.fidelity import presses
+from analysis.fidelity.prefill import Prefill
+from centroidkv import Compressor, KVState, presets
+from centroidkv.queries import QUERIES, sample_queries
+from centroidkv.records import Budget
+
+FULL = "full cache"
+
+
+def full_states(filled: Prefill) -> list[KVState]:
+    """Every layer as it is, each token its own slot."""
+    return [KVState.from_kv(layer.keys, layer.values, rotary=filled.rotary) for layer in filled.layers]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method: ``states(model, prefill, share)`` gives every layer's state in at most that share of the full bytes."""
+
+    name: str
+    ours: bool
+    states: Callable[[Any, Prefill, float], list[KVState]]
+    clusters: bool = False
+
+    def bytes_of(self, state: KVState) -> int:
+        """Bytes a layer's state takes: keys and values, for clustering methods degrees and positions as well."""
+        extra = 8 * state.degree.numel() if self.clusters else 0
+        return state.keys.nbytes + state.values.nbytes + extra
+
+
+def slots_for(share: float, filled: Prefill, evicts: bool) -> int:
+    """The slots that fit into ``share`` of the bytes of the full keys and values.
+
+    A clustered slot also pays for its degree and position (8 bytes per head); an evicting method stores neither.
+    """
+    layer = filled.layers[0]
+    pair = (layer.keys.shape[-1] + layer.values.shape[-1]) * layer.keys.element_size()
+    return int(share * filled.length * pair) // (pair + (0 if evicts else 8))
+
+
+def compressed(compressor: Compressor, filled: Prefill) -> list[KVState]:
+    """All layers at once, as rows of one batch: rows do not see each other, so this is each layer on its own."""
+    stacked = KVState.from_kv(
+        torch.cat([layer.keys for layer in filled.layers]),
+        torch.cat([layer.values for layer in filled.layers]),
+        rotary=filled.rotary,
+    )
+    if compressor.needs_queries:
+        queries = torch.cat([layer.queries * layer.scale for layer in filled.layers])
+        positions = torch.arange(filled.length).expand(queries.shape[:3])
+        sample = sample_queries(filled.rotary.unrotate(queries, positions), stacked.heads)
+        stacked = replace(stacked, head_data={QUERIES: sample})
+    result = compressor(stacked)
+    return [result.rows(torch.tensor([row])) for row in range(result.batch)]
+
+
+def ours(name: str, make: Callable[[Budget], Compressor]) -> Contender:
+    """One of our compressors, by a function of its budget."""
+    evicts = bool(getattr(make(Budget.ratio(0.5)).matching, "evicts", False))
+
+    def states(model: Any, filled: Prefill, share: float) -> list[KVState]:
+        return compressed(make(Budget.tokens(slots_for(share, filled, evicts))), filled)
+
+    return Contender(name, True, states, clusters=not evicts)
+
+
+def press(name: str, make: Callable[[float], Any]) -> Contender:
+    """A kvpress press, by a function of the share of slots to remove."""
+    return Contender(name, False, lambda model, filled, share: presses.press_states(model, make(1 - share), filled))
+
+
+def all_contenders() -> list[Contender]:
+    """Every preset, and every press that is installed."""
+    return [ours(name, make) for name, make in presets.ALL.items()] + [
+        press(name, make) for name, make in presses.makers().items()
+    ]

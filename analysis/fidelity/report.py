@@ -1,0 +1,143 @@
+"""Tables and plots of what was measured."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import bootstrap
+
+from centroidkv.cli.demo import format_table
+
+COLUMNS = {"needle_number": ("nll", "exact", "kl"), "prose": ("kl",)}
+"""Figures shown of a task; of all others ``("nll", "kl")``."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one sample: ``method`` at ``budget`` (share of the full bytes) on a task."""
+
+    method: str
+    budget: float
+    task: str
+    figure: str
+    index: int
+    value: float
+
+
+def flatten(cells: dict[str, dict]) -> list[Row]:
+    """Rows of the store's cells, whose keys are ``task/index`` and whose figures are by ``method@budget``."""
+    rows = []
+    for key, cell in cells.items():
+        task, index = key.split("/")
+        for label, figures in cell["figures"].items():
+            method, budget = label.rsplit("@", 1)
+            rows += [Row(method, float(budget), task, name, int(index), value) for name, value in figures.items()]
+    return rows
+
+
+def grouped(rows: Iterable[Row]) -> dict[tuple[str, float, str, str], list[float]]:
+    """Values of all samples by (method, budget, task, figure)."""
+    found: dict[tuple[str, float, str, str], list[float]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.index):
+        found[row.method, row.budget, row.task, row.figure].append(row.value)
+    return found
+
+
+def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the mean over samples."""
+    data = np.asarray(values)
+    if data.size < 2 or np.ptp(data) == 0:
+        return float(data.mean()), float(data.mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = bootstrap((data,), np.mean, n_resamples=resamples, method="percentile", rng=np.random.default_rng(0))
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def _cell(values: list[float] | None, intervals: bool) -> str:
+    if not values:
+        return "-"
+    if not intervals:
+        return _number(float(np.mean(values)))
+    low, high = interval(values)
+    return f"{_number(float(np.mean(values)))} [{_number(low)}, {_number(high)}]"
+
+
+def table(rows: list[Row], tasks: list[str], intervals: bool = True) -> str:
+    """Per budget, all methods by their needle NLL (or the first figure), means with 95 % intervals."""
+    found = grouped(rows)
+    columns = [(task, figure) for task in tasks for figure in COLUMNS.get(task, ("nll", "kl"))]
+    blocks = []
+    for budget in sorted({row.budget for row in rows}, reverse=True):
+        methods = sorted({row.method for row in rows if row.budget == budget})
+        task, figure = columns[0]
+        methods.sort(key=lambda method: float(np.mean(found.get((method, budget, task, figure), [np.inf]))))
+        body = [
+            (method, *(_cell(found.get((method, budget, task, figure)), intervals) for task, figure in columns))
+            for method in methods
+        ]
+        head = ("method", *(f"{task} {figure.upper() if figure != 'exact' else figure}" for task, figure in columns))
+        blocks.append(f"{budget:.1%} of the bytes\n\n".replace(".0%", "%") + format_table(head, body))
+    return "\n\n".join(blocks)
+
+
+def plot(rows: list[Row], path: Path, ours: set[str], highlight: str) -> None:
+    """Quality against bytes: needle NLL, needle KL and prose KL of every method over the budgets."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = grouped(rows)
+    panels = [
+        panel
+        for panel in (
+            ("needle_number", "nll", "needle: NLL of the answer"),
+            ("needle_number", "kl", "needle: KL on the question"),
+            ("prose", "kl", "prose: KL on what follows"),
+        )
+        if any(key[2:] == panel[:2] for key in found)
+    ]
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(4.6 * len(panels), 4.4), layout="constrained", squeeze=False
+    )
+    methods = sorted({key[0] for key in found}, key=lambda name: (name not in ours, name))
+    colours = pyplot.get_cmap("tab20")
+    for axis, (task, name, title) in zip(axes[0], panels, strict=True):
+        for number, method in enumerate(methods):
+            points = sorted(
+                (key[1], float(np.mean(v))) for key, v in found.items() if key[0] == method and key[2:] == (task, name)
+            )
+            points = [point for point in points if point[0] < 1]
+            if not points:
+                continue
+            mine = method in ours
+            axis.plot(
+                *zip(*points, strict=True),
+                marker="o" if mine else "x",
+                color=colours(number % 20),
+                linestyle="-" if mine else "--",
+                linewidth=3 if method == highlight else 1.2,
+                markersize=5,
+                label=method,
+                zorder=3 if method == highlight else 2,
+            )
+        axis.set(title=title, xscale="log", yscale="log", xlabel="share of the full cache's bytes")
+        axis.set_xticks([0.125, 0.25, 0.5], ["12.5 %", "25 %", "50 %"], minor=False)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("nats per token (lower is better)")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

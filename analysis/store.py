@@ -1,0 +1,76 @@
+"""Results on disk: what was measured, with what, and a file that an interrupted run goes on from."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import centroidkv
+from centroidkv.errors import EvaluationError
+
+
+def environment() -> dict[str, str]:
+    """Versions and the commit of this checkout, with ``+`` if files differ from it; ``unknown`` outside git."""
+    here = Path(__file__).parent
+    try:
+        asked = (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain"])
+        found = [subprocess.run(a, cwd=here, capture_output=True, text=True, check=True).stdout.strip() for a in asked]
+        commit = found[0] + ("+" if found[1] else "")
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "centroidkv": centroidkv.__version__,
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace the file in one step, so that an interrupted run leaves a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+class Store:
+    """A JSON file of cells by key: ``{"settings": ..., "cells": {key: {..., "environment": ...}}}``.
+
+    Every added cell is written at once and carries the versions it was measured with. Without a path nothing is kept.
+
+    Raises:
+        EvaluationError: the file holds results of other settings, which must not be mixed with these.
+    """
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        self.path, self.settings = path, json.loads(json.dumps(settings))
+        self.cells: dict[str, Any] = {}
+        if path is None or not path.exists():
+            return
+        found = json.loads(path.read_text())
+        if found["settings"] != self.settings:
+            raise EvaluationError(
+                f"{path} holds results of other settings ({found['settings']}, now {self.settings}); use another file"
+            )
+        self.cells = found["cells"]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.cells
+
+    def __getitem__(self, key: str) -> Any:
+        return self.cells[key]
+
+    def add(self, key: str, cell: dict[str, Any]) -> None:
+        """Keep a cell, and write the file."""
+        self.cells[key] = {**cell, "environment": environment()}
+        if self.path is None:
+            return
+        write_json(self.path, {"settings": self.settings, "cells": self.cells})

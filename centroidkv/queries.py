@@ -1,0 +1,98 @@
+"""What keys will be asked: a sample of a model's own queries, moved to just after the tokens seen.
+
+Stages find the sample in ``state.head_data["queries"]``: ``[B, H, Q, D]``, before RoPE, of all query heads that share a
+KV head, times the model's attention scale, so that q.k is a logit. CentroidCache collects it; whoever builds a state by
+hand uses :func:`sample_queries`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from centroidkv.errors import RotaryError, ShapeError, StageError
+from centroidkv.rotary import Rotary
+from centroidkv.state import KVState, accumulation_dtype
+
+QUERIES = "queries"
+SAMPLE = 512
+"""Query positions that stand for all. With 256 the KL on prose was a fifth higher (analysis/README.md)."""
+HORIZON = 512
+"""Tokens ahead over which queries are averaged for what all of them agree on."""
+AHEAD = 64
+"""Tokens ahead at which single queries are asked for their attention."""
+BLOCK = 2**20
+"""Logits per head that are held at once."""
+
+
+def evenly(count: int, sample: int = SAMPLE) -> Tensor:
+    """``sample`` indices spread evenly over 0..count-1; each is taken several times if there are fewer.
+
+    >>> evenly(8, 4).tolist(), evenly(2, 4).tolist()
+    ([0, 2, 4, 6], [0, 0, 1, 1])
+    """
+    return torch.arange(sample) * count // sample
+
+
+def sample_queries(queries: Tensor, heads: int, sample: int = SAMPLE) -> Tensor:
+    """``[B, H, G * sample, D]`` for ``head_data["queries"]`` from all ``queries [B, H * G, L, D]``.
+
+    Args:
+        queries: before RoPE, times the attention scale.
+        heads: H, the number of KV heads; consecutive query heads share one, as in all grouped-query models.
+        sample: positions to keep, spread evenly over L.
+    """
+    if queries.ndim != 4 or queries.shape[1] % heads or not queries.shape[2]:
+        raise ShapeError(
+            f"queries must be [B, Hq, L, D] with Hq a multiple of the {heads} KV heads and L >= 1, got "
+            f"{tuple(queries.shape)}"
+        )
+    chosen = queries[:, :, evenly(queries.shape[2], sample).to(queries.device)]
+    return chosen.reshape(queries.shape[0], heads, -1, queries.shape[-1])
+
+
+def queries_of(state: KVState, asked_by: object) -> tuple[Tensor, Rotary]:
+    """The sample ``[B, H, Q, D]`` before RoPE, and how to rotate it.
+
+    Raises:
+        StageError: the state carries no queries; names the stage that asked.
+        RotaryError: it does not say how keys are rotated.
+    """
+    queries = state.head_data.get(QUERIES)
+    if queries is None:
+        raise StageError(
+            f"{asked_by!r} weighs slots by the queries that will ask for them and finds none: set "
+            "head_data={'queries': sample_queries(...)} (centroidkv.queries), use CentroidCache, which collects them, "
+            "or choose a compressor that needs none, such as presets.distinctive"
+        )
+    if queries.shape[-1] != state.keys.shape[-1]:
+        raise ShapeError(f"queries have {queries.shape[-1]} channels, keys {state.keys.shape[-1]}; they must agree")
+    if state.rotary is None:
+        raise RotaryError(
+            f"{asked_by!r} moves queries to later positions and needs to know how keys are rotated: pass "
+            "KVState.from_kv(..., rotary=Rotary.from_theta(theta, dim))"
+        )
+    return queries.to(accumulation_dtype(state.keys.dtype)), state.rotary
+
+
+def mean_moment(state: KVState, asked_by: object) -> Tensor:
+    """E q q^T over the sample, ``[B, H, D, D]``, with each query averaged over its next HORIZON positions."""
+    queries, rotary = queries_of(state, asked_by)
+    ahead = rotary.rotate_ahead(queries, state.seen, HORIZON).to(queries.dtype)
+    return ahead.mT @ ahead / queries.shape[2]
+
+
+def expected_attention(state: KVState, asked_by: object) -> Tensor:
+    """The attention each slot will receive, ``[B, H, T]``: mean over the sample of softmax(q.k + ln N).
+
+    Queries are moved to AHEAD tokens after those seen. A row's entries add up to 1. O(T Q D).
+    """
+    queries, rotary = queries_of(state, asked_by)
+    positions = (state.seen[:, None, None] + AHEAD).expand(queries.shape[:3])
+    moved = rotary.rotate(queries, positions).to(queries.dtype)
+    keys, mass = state.keys.to(queries.dtype), state.degree.log().to(queries.dtype)[:, :, None]
+    total = torch.zeros_like(mass)
+    # In blocks, because all logits at once would be larger than the cache itself.
+    for block in moved.split(max(BLOCK // max(state.slots, 1), 1), 2):
+        total += (block @ keys.mT + mass).softmax(-1).sum(2, keepdim=True)
+    return (total / max(queries.shape[2], 1))[:, :, 0].float()
