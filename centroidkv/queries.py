@@ -21,8 +21,8 @@ HORIZON = 512
 """Tokens ahead over which queries are averaged for what all of them agree on."""
 AHEAD = 64
 """Tokens ahead at which single queries are asked for their attention."""
-BLOCK = 2**20
-"""Logits per head that are held at once."""
+BLOCK = 2**21
+"""Logits that are held at once, about: few enough to stay in a processor's cache."""
 
 
 def evenly(count: int, sample: int = SAMPLE) -> Tensor:
@@ -93,6 +93,6 @@ def expected_attention(state: KVState, asked_by: object) -> Tensor:
     keys, mass = state.keys.to(queries.dtype), state.degree.log().to(queries.dtype)[:, :, None]
     total = torch.zeros_like(mass)
     # In blocks, because all logits at once would be larger than the cache itself.
-    for block in moved.split(max(BLOCK // max(state.slots, 1), 1), 2):
+    for block in moved.split(max(BLOCK // max(state.degree.numel(), 1), 1), 2):
         total += (block @ keys.mT + mass).softmax(-1).sum(2, keepdim=True)
     return (total / max(queries.shape[2], 1))[:, :, 0].float()

@@ -43,7 +43,7 @@ def test_design_names_tests_that_exist():
         assert name in functions, f"{path} has no {name}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/transformers.md"])
+@pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/transformers.md", "docs/lm_eval.md"])
 def test_links_and_paths_lead_somewhere(name):
     text = (ROOT / name).read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):

@@ -12,24 +12,31 @@ from centroidkv.state import KVState
 
 
 def sum_merges(x: Tensor, assignment: Assignment) -> Tensor:
-    """Per slot, the sum of ``x [B, H, T, ...]`` over the slots that join it; 0 where none does.
+    """Per slot, the sum of ``x [B, H, T, ...]`` over the slots that join it; 0 where none does."""
+    movers, targets = flat_merges(assignment)
+    rows = x.reshape(assignment.joins.numel(), -1)
+    changed, sums = sum_by_target(rows[movers], targets)
+    return torch.zeros_like(rows).index_copy(0, changed, sums).reshape(x.shape)
 
-    Deterministic: contributions are added in slot order on the CPU; on other devices in the order of a stable sort,
-    because a scatter there adds in whatever order its atomics arrive.
+
+def flat_merges(assignment: Assignment) -> tuple[Tensor, Tensor]:
+    """The slots that join another and the slots they join, as rows of tensors flattened to ``[B * H * T, ...]``."""
+    joins = assignment.joins
+    movers = assignment.merges.flatten().nonzero()[:, 0]
+    return movers, movers - movers % max(joins.shape[-1], 1) + joins.flatten()[movers]
+
+
+def sum_by_target(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct ``targets [m]`` in order, and for each the sum of its ``rows [m, D]``.
+
+    Deterministic: rows are added in their order on the CPU; on other devices in the order of a stable sort, because an
+    indexed addition there adds in whatever order its atomics arrive.
     """
-    merges = assignment.merges.reshape(*assignment.joins.shape, *(1,) * (x.ndim - 3))
-    x = torch.where(merges, x, torch.zeros((), dtype=x.dtype, device=x.device))
-    target = assignment.joins.clamp(min=0)
-    if x.device.type == "cpu":
-        wide = target.reshape(merges.shape).expand_as(x)
-        return torch.zeros_like(x).scatter_add(2, wide, x)
-    batch, heads, slots = target.shape
-    stream = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * slots
-    flat = (target + stream).flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=batch * heads * slots)
-    rows = x.reshape(batch * heads * slots, -1)[order]
-    return torch.segment_reduce(rows, "sum", lengths=counts, axis=0, initial=0).reshape(x.shape)
+    changed, which = targets.unique(return_inverse=True)
+    if rows.device.type == "cpu":
+        return changed, rows.new_zeros(len(changed), rows.shape[1]).index_add_(0, which, rows)
+    lengths = torch.bincount(which, minlength=len(changed))
+    return changed, torch.segment_reduce(rows[which.argsort(stable=True)], "sum", lengths=lengths, axis=0, initial=0)
 
 
 def add_importance(merged: KVState, before: KVState, assignment: Assignment) -> KVState:

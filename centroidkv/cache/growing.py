@@ -73,7 +73,7 @@ class GrowingState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: keys, values, degrees and positions, and the queries asked since the last compression, if kept."""
+        """Bytes held: keys, values, degrees, positions, and the queries asked since the last compression if kept."""
         return 0 if self.state is None else self.state.nbytes + self._queries.nbytes
 
     @property
@@ -90,8 +90,8 @@ class GrowingState:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add ``keys [B, H, L, D]`` and ``values [B, H, L, Dv]``; ``real [B, L]`` marks tokens that are not padding.
 
-        ``queries [B, Hq, L, D]`` of the same tokens, after RoPE and times the attention scale, are needed by compressors
-        that say so (``compressor.needs_queries``); others ignore them.
+        ``queries [B, Hq, L, D]`` of the same tokens, after RoPE and times the attention scale, are needed by
+        compressors that say so (``compressor.needs_queries``); others ignore them.
 
         Returns:
             Keys, values and degrees to attend to in this step: all slots, the new ones last. Degrees are None as long
@@ -102,8 +102,8 @@ class GrowingState:
         """
         if self.compressor.needs_queries and queries is None:
             raise StageError(
-                "this compressor weighs slots by the model's queries: append(keys, values, real, queries=...), or choose "
-                f"one that needs none, such as presets.distinctive: {self.compressor!r}"
+                "this compressor weighs slots by the model's queries: append(keys, values, real, queries=...), or "
+                f"choose one that needs none, such as presets.distinctive: {self.compressor!r}"
             )
         grown = self._grow(keys, values, real)
         length = keys.shape[2]

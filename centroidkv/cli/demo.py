@@ -26,6 +26,8 @@ RUNS = (
     ("centroidkv", "centroidkv", 0.25),
     ("distinctive", "distinctive", 0.5),
     ("distinctive", "distinctive", 0.25),
+    ("balanced", "balanced", 0.5),
+    ("balanced", "balanced", 0.25),
 )
 HEADER = ("method", "budget", "slots", "MiB", "bytes", "compress s", "answer", "exact", "NLL", "tok/s")
 

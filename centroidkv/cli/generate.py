@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="model folder or hub name; 'smollm2' for the packaged model")
     parser.add_argument("--prompt-file", required=True, type=Path, help="UTF-8 text file with the prompt; - for stdin")
     parser.add_argument("--budget", type=budget, default=Budget.ratio(0.25), help="0.25 = a quarter; 4096 = slots")
-    parser.add_argument("--preset", choices=sorted(presets.ALL), default="distinctive", help="default: distinctive")
+    parser.add_argument("--preset", choices=sorted(presets.ALL), default="balanced", help="default: balanced")
     parser.add_argument("--interval", type=int, default=128, help="tokens between two compressions (default 128)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="default float32")
