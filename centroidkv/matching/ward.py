@@ -12,6 +12,7 @@ from centroidkv.matching.candidates import best, best_targets
 from centroidkv.protocols import Similarity
 from centroidkv.queries import expected_attention
 from centroidkv.records import Assignment, Partition
+from centroidkv.scores import passages
 from centroidkv.state import KVState
 
 IMPORTANCE = "importance"
@@ -31,18 +32,20 @@ class WardMatching:
             that may merge; computed once per compression, and added up when slots merge. "degree": w = N, the classic
             criterion, for which no queries are needed.
         floor: weight that every slot has.
+        passage: weight of distinctive passages (:func:`centroidkv.scores.passages`): exact strings against running text.
 
     Source: Ward, *Hierarchical Grouping to Optimize an Objective Function* (1963); the weights are ours.
     """
 
     weight: str = "importance"
     floor: float = 0.1
+    passage: float = 0.0
 
     def __post_init__(self) -> None:
         if self.weight not in ("importance", "degree"):
             raise StageError(f"weight is 'importance' or 'degree', got {self.weight!r}")
-        if not self.floor > 0:
-            raise StageError(f"WardMatching takes a floor > 0, got {self.floor!r}")
+        if not self.floor > 0 or not self.passage >= 0:
+            raise StageError(f"WardMatching takes a floor > 0 and a passage weight >= 0, got {self!r}")
 
     @property
     def needs_queries(self) -> bool:
@@ -59,6 +62,9 @@ class WardMatching:
         if self.weight != IMPORTANCE or IMPORTANCE in state.slot_data:
             return state
         importance = _over_mean(expected_attention(state, self), free) + self.floor
+        if self.passage:
+            before = replace(state, keys=state.keys_before_rope(self).to(state.keys.dtype))
+            importance = importance + self.passage * _over_mean(passages(before).clamp(min=0).square(), free)
         return replace(state, slot_data={**state.slot_data, IMPORTANCE: importance})
 
     def weigh(self, scores: Tensor, source: Tensor, target: Tensor) -> Tensor:

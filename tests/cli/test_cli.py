@@ -60,7 +60,7 @@ def test_the_demo_prints_its_table_and_finds_the_needle(tmp_path):
     out = run("demo", "--picture", str(tmp_path / "demo.png")).stdout
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
     table = {(row[0], row[1]): dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
-    assert len(table) == 7
+    assert len(table) == 9
     best = table["distinctive", "25%"]
     assert best["exact"] == "yes"
     assert float(best["bytes"].rstrip("%")) <= 27
