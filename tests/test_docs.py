@@ -11,6 +11,14 @@ import pytest
 from centroidkv import presets
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = (
+    "README.md",
+    "DESIGN.md",
+    "CONTRIBUTING.md",
+    "docs/transformers.md",
+    "docs/lm_eval.md",
+    "analysis/README.md",
+)
 README = (ROOT / "README.md").read_text()
 
 
@@ -43,7 +51,7 @@ def test_design_names_tests_that_exist():
         assert name in functions, f"{path} has no {name}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/transformers.md", "docs/lm_eval.md"])
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_and_paths_lead_somewhere(name):
     text = (ROOT / name).read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):

@@ -32,7 +32,7 @@ class WardMatching:
             that may merge; computed once per compression, and added up when slots merge. "degree": w = N, the classic
             criterion, for which no queries are needed.
         floor: weight that every slot has.
-        passage: weight of distinctive passages (:func:`centroidkv.scores.passages`): exact strings against running text.
+        passage: weight of distinctive passages (:func:`centroidkv.scores.passages`): exact strings or running text.
 
     Source: Ward, *Hierarchical Grouping to Optimize an Objective Function* (1963); the weights are ours.
     """
