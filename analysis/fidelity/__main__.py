@@ -78,7 +78,7 @@ def main() -> None:
         measure_all(options, store)
     rows = report.flatten(store.cells)
     if options.picture:
-        report.plot(rows, options.picture, ours=set(presets.ALL), highlight="distinctive")
+        report.plot(rows, options.picture, ours=set(presets.ALL), highlight="balanced")
     if options.leaderboard:
         leaderboard.write(rows, options.leaderboard, settings)
     print(
