@@ -204,6 +204,9 @@ class KVState:
         return self
 
 
+IMPORTANCE = "importance"
+"""The slot data that is added up when slots merge: what a slot weighs to a matcher that asks for it."""
+
 _SLOT_TENSORS = ("keys", "values", "degree", "positions")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 from centroidkv.cli.needle import prose
 
@@ -39,15 +40,17 @@ def help_topics(count: int = 4) -> list[str]:
 class Haystack:
     """Consecutive sentences from a seeded place in one of several texts."""
 
-    def __init__(self, tokenizer: object, texts: list[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, texts: list[str]) -> None:
         self._texts = [re.split(r"(?<=\.) ", text) for text in texts]
+        self._costs = [
+            [len(ids) for ids in tokenizer(text, add_special_tokens=False).input_ids] for text in self._texts
+        ]
 
     def sentences(self, tokens: int, seed: int) -> list[str]:
         """About ``tokens`` tokens of whole sentences; counted per sentence, so the whole may differ by a few."""
         chance = random.Random(seed)
-        text = self._texts[seed % len(self._texts)]
-        costs = [len(ids) for ids in self._tokenizer(text, add_special_tokens=False).input_ids]  # type: ignore[operator]
+        number = seed % len(self._texts)
+        text, costs = self._texts[number], self._costs[number]
         last = len(text) - 1
         room = 0
         while last > 0 and room < tokens:

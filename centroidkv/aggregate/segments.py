@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from centroidkv.records import Assignment
-from centroidkv.state import KVState
+from centroidkv.state import IMPORTANCE, KVState
 
 
 def sum_merges(x: Tensor, assignment: Assignment) -> Tensor:
@@ -40,8 +40,8 @@ def sum_by_target(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_importance(merged: KVState, before: KVState, assignment: Assignment) -> KVState:
-    """Slots that merged weigh what their members weighed: the slot data "importance" is a sum, unlike any other."""
-    if "importance" not in before.slot_data:
+    """Slots that merged weigh what their members weighed: importance is a sum, unlike other slot data."""
+    if IMPORTANCE not in before.slot_data:
         return merged
-    own = before.slot_data["importance"]
-    return replace(merged, slot_data={**merged.slot_data, "importance": own + sum_merges(own, assignment)})
+    own = before.slot_data[IMPORTANCE]
+    return replace(merged, slot_data={**merged.slot_data, IMPORTANCE: own + sum_merges(own, assignment)})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from centroidkv.cache.query_log import QueryLog
+from centroidkv.cache.query_log import QueryLog, thin
 from centroidkv.compressor import Compressor
 from centroidkv.dense import map_rows
 from centroidkv.errors import CacheError, RotaryError, StageError
@@ -141,6 +141,8 @@ class GrowingState:
         counts = (
             torch.ones(queries.shape[0], new, dtype=torch.bool, device=queries.device) if real is None else real != 0
         )
+        # Thinned first: of a long prompt only the sample is un-rotated, not every query.
+        counts, queries, positions = thin(counts, queries, positions)
         log.add(self.rotary.unrotate(queries, positions).to(queries.dtype), counts)
         return log
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from centroidkv.queries import SAMPLE, evenly, sample_queries
+from centroidkv.state import gather_slots
 
 
 class QueryLog:
@@ -32,9 +33,12 @@ class QueryLog:
 
     def add(self, queries: Tensor, real: Tensor) -> None:
         """Note one step's ``queries [B, Hq, L, D]``, of which ``real [B, L]`` are not padding."""
-        self._steps.append(_thin(queries, real) if queries.shape[2] > SAMPLE else (queries, real))
+        counts, queries = thin(real, queries)
+        self._steps.append((queries, counts))
         if sum(step.shape[2] for step, _ in self._steps) > 2 * SAMPLE:
-            self._steps = [_thin(*self._together())]
+            queries, counts = self._together()
+            counts, queries = thin(counts, queries)
+            self._steps = [(queries, counts)]
 
     def sample(self, rows: list[int], heads: int) -> Tensor:
         """``[len(rows), H, G * SAMPLE, D]`` for ``head_data["queries"]``; rows that asked nothing get zeros."""
@@ -75,15 +79,20 @@ class QueryLog:
         return torch.cat([step for step, _ in self._steps], 2), torch.cat([counts for _, counts in self._steps], 1)
 
 
-def _thin(queries: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """SAMPLE columns per row, spread evenly over those that count; a row without any stays without."""
+def thin(counts: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+    """SAMPLE columns per row, spread evenly over those that count: ``counts [B, L]`` and every ``[B, n, L, ...]``.
+
+    Up to SAMPLE columns come back as they are; a row in which none counts stays without.
+    """
     width = counts.shape[1]
+    if width <= SAMPLE:
+        return counts, *columns
     # Columns that count, in order, then the others: index j of a row with c of them is column order[j * c // SAMPLE].
     order = counts.byte().argsort(dim=-1, descending=True, stable=True)
     total = counts.sum(-1).tolist()
     index = torch.stack(
         [row[evenly(max(n, 1)).clamp(max=width - 1).to(row.device)] for row, n in zip(order, total, strict=True)]
     )
-    wide = index[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[-1])
     some = torch.tensor(total, device=counts.device) > 0
-    return queries.gather(2, wide), some[:, None].expand(-1, SAMPLE).clone()
+    kept = (gather_slots(x, index[:, None].expand(-1, x.shape[1], -1)) for x in columns)
+    return some[:, None].expand(-1, SAMPLE).clone(), *kept

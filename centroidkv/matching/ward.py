@@ -13,9 +13,7 @@ from centroidkv.protocols import Similarity
 from centroidkv.queries import expected_attention
 from centroidkv.records import Assignment, Partition
 from centroidkv.scores import passages
-from centroidkv.state import KVState
-
-IMPORTANCE = "importance"
+from centroidkv.state import IMPORTANCE, KVState
 
 
 @dataclass(frozen=True)
@@ -27,10 +25,9 @@ class WardMatching:
     leave; ties go to the earliest source.
 
     Args:
-        weight: "importance": w = a / mean(a) + floor, with a the expected attention of a slot and the mean over the
-        slots
-            that may merge; computed once per compression, and added up when slots merge. "degree": w = N, the classic
-            criterion, for which no queries are needed.
+        weight: "importance": w = a / mean(a) + floor + passage * p / mean(p): a is a slot's expected attention, p its
+            passage score squared where above average, means are over the slots that may merge; computed once per
+            compression, and added up when slots merge. "degree": w = N, the classic criterion, needs no queries.
         floor: weight that every slot has.
         passage: weight of distinctive passages (:func:`centroidkv.scores.passages`): exact strings or running text.
 

@@ -18,9 +18,8 @@ class ExpectedLogits:
 
     The expectation is over the queries that the state carries (:mod:`centroidkv.queries`), each averaged over the
     positions to come, so differences between keys that no query looks at, or that depend on where it stands, do not
-    count. With M = E q q^T + ridge * mean(diag) I and its
-    Cholesky factor L, slots are compared as points [k L, sqrt(w) v / rms |v|] by squared distance: the matcher sees
-    those instead of keys.
+    count. With M = (1 - ridge) E q q^T + ridge * m I, m the mean of the diagonal of E q q^T, and its Cholesky factor L,
+    slots are compared as points [k L, sqrt(w) v / rms |v|] by squared distance: the matcher sees those instead of keys.
 
     Args:
         values: w, the weight of the values.
