@@ -11,6 +11,11 @@ from hypothesis import HealthCheck, settings
 
 from centroidkv import KVState, Rotary
 
+# Without a GPU, kernels run through Triton's interpreter. Triton reads this when a kernel is defined, and nothing above
+# has imported one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile(
     "ci", max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -14,9 +14,10 @@ import centroidkv
 PACKAGE = Path(centroidkv.__file__).parent
 
 # What each part may import from the package; a part may always import itself.
-BASE = {"errors", "rotary", "state", "records", "protocols", "queries", "scores"}
+BASE = {"errors", "kernels", "rotary", "state", "records", "protocols", "queries", "scores"}
 ALLOWED = {
     "errors": set(),
+    "kernels": {"errors"},
     "rotary": {"errors"},
     "state": {"errors", "rotary"},
     "records": {"errors"},
@@ -29,9 +30,10 @@ ALLOWED = {
     "matching": BASE,
     "aggregate": BASE,
     "schedule": BASE,
-    "attention": {"errors"},
+    "attention": {"errors", "kernels"},
     "dense": {"errors", "state"},
-    "compressor": BASE | {"aggregate", "dense", "schedule", "preserve", "builder"},
+    "rounds": BASE | {"aggregate", "matching"},
+    "compressor": BASE | {"aggregate", "dense", "rounds", "schedule", "preserve", "builder"},
     "builder": BASE | {"aggregate", "compressor", "matching", "partition", "preserve", "schedule", "similarity"},
     "cache": BASE | {"compressor", "dense"},
     "presets": BASE | {"compressor", "matching", "partition", "preserve", "schedule", "similarity"},
