@@ -16,7 +16,7 @@ from centroidkv.records import Budget
 from centroidkv.schedule import LinearAnnealing
 from centroidkv.similarity import Cosine
 
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "reference", "blocked", "triton")
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ class Builder:
         """Check all parts together and assemble them.
 
         Args:
-            backend: "reference" (plain PyTorch, the definition), "triton" (fused kernels, or an error), or "auto"
-                (the fastest that can run these parts here; ``compressor.backend`` says which it is).
+            backend: "reference" (stage by stage, the definition), "blocked" (the same on the CPU with fewer passes over
+                memory), "triton" (kernels), or "auto" (the fastest for these parts and the device of the state at
+                hand; ``compressor.runs_on(device)`` says which).
 
         Raises:
             StageError: a part does not fit its family.
@@ -92,7 +93,8 @@ class Builder:
             _check_callable(name, parts[name])
         members = tuple(_preserver(member) for member in parts.pop("preserve"))
         budget = Budget.of(parts.pop("budget"))
-        compressor = Compressor(preservers=Union(members), budget=budget, backend=_backend(backend), **parts)
+        compressor = Compressor(preservers=Union(members), budget=budget, backend=backend, **parts)
+        _check_backend(compressor)
         _check_budget(compressor)
         return compressor
 
@@ -118,15 +120,18 @@ def _preserver(member: Any) -> Any:
     raise StageError(f"preserve takes preservers such as Sinks(4) or functions state -> mask [B, H, T], got {member!r}")
 
 
-def _backend(name: str) -> str:
-    if name not in BACKENDS:
-        raise BackendError(f"backend is one of {BACKENDS}, got {name!r}")
-    if name == "triton":
+def _check_backend(compressor: Compressor) -> None:
+    backend = compressor.backend
+    if backend not in BACKENDS:
+        raise BackendError(f"backend is one of {BACKENDS}, got {backend!r}")
+    if backend == "triton":
         raise BackendError(
-            "backend='triton' was asked for, but this version has no Triton kernels yet; "
-            "use backend='auto' (runs the PyTorch reference now) or 'reference'"
+            "backend='triton' was asked for, but this version has no Triton kernels yet; use backend='auto'"
         )
-    return "reference"
+    if backend == "blocked" and isinstance(compressor.fast_path, str):
+        raise BackendError(
+            f"backend='blocked' was asked for, but {compressor.fast_path}; use backend='auto' or 'reference'"
+        )
 
 
 def _check_budget(compressor: Compressor) -> None:

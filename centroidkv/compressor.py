@@ -9,23 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from centroidkv.aggregate.segments import add_importance
-from centroidkv.dense import compact, map_dense, merge_sorted
+from centroidkv.dense import map_dense
 from centroidkv.errors import BudgetError, BudgetNotMetWarning, ShapeError, StageError
 from centroidkv.preserve.union import Union
-from centroidkv.protocols import (
-    Aggregator,
-    Matcher,
-    Partitioner,
-    Schedule,
-    Similarity,
-    check_assignment,
-    matcher_capacity,
-    split_slots,
-)
-from centroidkv.records import Assignment, Budget, Partition, Plan
+from centroidkv.protocols import Aggregator, Matcher, Partitioner, Schedule, Similarity
+from centroidkv.records import Budget, Plan
+from centroidkv.rounds import Settings, Stages, blocked_rounds, reference_rounds, settings_of
 from centroidkv.schedule import plan_sizes
-from centroidkv.state import KVState, accumulation_dtype
+from centroidkv.state import KVState
 
 if TYPE_CHECKING:
     from centroidkv.builder import Builder
@@ -53,7 +44,7 @@ class Compressor:
     aggregate: Aggregator
     schedule: Schedule
     budget: Budget
-    backend: str = "reference"
+    backend: str = "auto"
 
     @staticmethod
     def builder() -> Builder:
@@ -105,17 +96,7 @@ class Compressor:
                 f"{self._preserved_names()}{' and at least one centroid' if least else ''} of a row with {slots} "
                 f"slots; raise the budget to at least {preserved + least}, or preserve less"
             )
-        return Plan(slots, budget, preserved, plan_sizes(self.schedule, slots - preserved, room, self._capacity))
-
-    def _capacity(self, length: int) -> int:
-        """The most slots that one round can remove from ``length``."""
-        return matcher_capacity(self.matching, self._split(length))
-
-    def _split(self, length: int) -> Partition:
-        """The partition of ``length`` slots; one without sides for a matcher that works on all slots."""
-        if getattr(self.matching, "needs_partition", True):
-            return split_slots(self.partition, length)
-        return Partition(length, ())
+        return Plan(slots, budget, preserved, plan_sizes(self.schedule, slots - preserved, room, self.stages.capacity))
 
     def _preserved_names(self) -> str:
         return "(" + (" + ".join(map(repr, self.preservers.members)) or "none") + ")"
@@ -174,17 +155,7 @@ class Compressor:
             if strict:
                 raise
             return state
-        # A stable sort of the mask lists the compressible slots first, each part still in order.
-        order = preserved.byte().argsort(dim=-1, stable=True)
-        # What stages add for their own use is gone afterwards; importance the caller set is carried on.
-        ready = self._prepare(state, ~preserved)
-        kept, body = state.select(order[..., plan.compressible :]), ready.select(order[..., : plan.compressible])
-        for size in plan.sizes:
-            body = map_dense(body, lambda rows, size=size: self._round(rows, size))  # type: ignore[misc]
-        body = replace(
-            body, slot_data={name: body.slot_data[name] for name in state.slot_data}, head_data=state.head_data
-        )
-        result = replace(merge_sorted(kept, body), rounds=state.rounds + len(plan.sizes))
+        result = self._rounds(state, ~preserved, plan.sizes)
         if strict and result.slots > budget:
             warnings.warn(
                 f"{result.slots} slots are left of {state.slots}, over the budget of {budget}: "
@@ -200,58 +171,42 @@ class Compressor:
             )
         return result
 
-    def _round(self, state: KVState, size: int) -> KVState:
-        """One round on compressible slots only: from ``state.slots`` to ``size``, or as far as the matcher can."""
-        partition = self._split(state.slots)
-        edges = min(state.slots - size, matcher_capacity(self.matching, partition))
-        if edges < 1:
-            return state
-        keys, mass = self._comparable(state)
-        assignment = self.matching(keys, mass, partition, self.similarity, edges)
-        if not isinstance(assignment, Assignment):
-            raise StageError(f"{self.matching!r} must return an Assignment, got {type(assignment).__name__}")
-        if assignment.joins.shape != keys.shape[:3]:
-            raise StageError(
-                f"{self.matching!r} must assign slots [B, H, T] = {tuple(keys.shape[:3])}, like its keys; it returned "
-                f"{tuple(assignment.joins.shape)}"
-            )
-        if keys.shape[1] != state.heads:  # one decision for all heads
-            assignment = Assignment(assignment.joins.expand(state.degree.shape).contiguous())
-        check_assignment(self.matching, assignment.validate(), edges)
-        merged = self.aggregate(state, assignment)
-        if not isinstance(merged, KVState) or merged.slots != state.slots:
-            raise StageError(
-                f"{self.aggregate!r} must return a KVState of the same {state.slots} slots, got {merged!r}"
-            )
-        after = compact(add_importance(merged, state, assignment), assignment.stays)
-        mass = torch.where(assignment.evicted, 0.0, state.degree).sum(-1)
-        if not torch.allclose(after.degree.sum(-1), mass):
-            raise StageError(
-                f"{self.aggregate!r} lost or doubled tokens: the degrees of a head add up to {float(mass[0, 0]):g}, "
-                f"after merging to {float(after.degree[0, 0].sum()):g}"
-            )
-        return after
-
-    def _comparable(self, state: KVState) -> tuple[Tensor, Tensor]:
-        """Keys and degrees as the similarity wants to see them: before or after RoPE, per head or averaged."""
-        mass = getattr(self.matching, "mass", None)
-        weight = state.degree if mass is None else state.slot_data[mass]
-        if hasattr(self.similarity, "features"):
-            return self.similarity.features(state), weight
-        if getattr(self.similarity, "rope", "after") == "before":
-            keys = state.keys_before_rope(self.similarity)
+    def _rounds(self, state: KVState, free: Tensor, sizes: tuple[int, ...]) -> KVState:
+        backend = self.runs_on(state.keys.device)
+        ready = self.stages.prepare(state, free)
+        fast = self.fast_path
+        if backend == "blocked" and sizes and not isinstance(fast, str):
+            result = blocked_rounds(ready, free, sizes, fast)
         else:
-            keys = state.keys.to(accumulation_dtype(state.keys.dtype))
-        if getattr(self.similarity, "heads", "each") == "mean":
-            return keys.mean(1, keepdim=True), weight.mean(1, keepdim=True)
-        return keys, weight
+            result = reference_rounds(self.stages, ready, free, sizes)
+        # What stages add for their own use is gone afterwards; importance the caller set is carried on.
+        return replace(
+            result, slot_data={name: result.slot_data[name] for name in state.slot_data}, head_data=state.head_data
+        )
 
-    def _prepare(self, state: KVState, free: Tensor) -> KVState:
-        """Let the stages that want to compute something once per compression do so; ``free`` slots may merge."""
-        for stage in (self.similarity, self.matching):
-            if hasattr(stage, "prepare"):
-                state = stage.prepare(state, free)
-        return state
+    # -- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> Stages:
+        """The stages of a round."""
+        return Stages(self.partition, self.similarity, self.matching, self.aggregate)
+
+    @property
+    def fast_path(self) -> Settings | str:
+        """What fast paths need to know about the stages, or why there is none for them."""
+        return settings_of(self.partition, self.similarity, self.matching, self.aggregate)
+
+    def runs_on(self, device: torch.device | str) -> str:
+        """The back end that compresses states on ``device``: what "auto" chooses, else the one asked for.
+
+        >>> from centroidkv import presets
+        >>> presets.centroidkv().runs_on("cpu"), presets.tome().runs_on("cpu")
+        ('blocked', 'reference')
+        """
+        if self.backend != "auto":
+            return self.backend
+        fast = torch.device(device).type == "cpu" and not isinstance(self.fast_path, str)
+        return "blocked" if fast else "reference"
 
     @property
     def plannable(self) -> bool:
@@ -284,6 +239,6 @@ class Compressor:
             ("aggregate", repr(self.aggregate)),
             ("schedule", repr(self.schedule)),
             ("budget", repr(self.budget)),
-            ("backend", self.backend),
+            ("backend", self.backend if self.backend != "auto" else f"auto ({self.runs_on('cpu')} on the CPU)"),
         ]
         return "Compressor(\n" + "".join(f"  {name:<10} = {value}\n" for name, value in lines) + ")"

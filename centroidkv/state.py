@@ -212,6 +212,10 @@ _SLOT_TENSORS = ("keys", "values", "degree", "positions")
 
 def gather_slots(data: Tensor, index: Tensor) -> Tensor:
     """``data [B, H, T, ...]`` at the slots ``index [B, H, m]``."""
+    if data.ndim == 4 and data.shape[3] > 1:  # whole rows: copying them is several times faster than gathering numbers
+        batch, heads, slots, size = data.shape
+        begin = torch.arange(batch * heads, device=index.device).view(batch, heads, 1) * slots
+        return data.reshape(-1, size).index_select(0, (index + begin).flatten()).view(*index.shape, size)
     trailing = data.shape[3:]
     return data.gather(2, index.reshape(*index.shape, *(1,) * len(trailing)).expand(*index.shape, *trailing))
 

@@ -15,7 +15,7 @@ from centroidkv.errors import (
     StageError,
 )
 from centroidkv.matching import BipartiteSoftMatching, Evict, ThresholdMatching
-from centroidkv.partition import Alternating
+from centroidkv.partition import Alternating, Halves
 from centroidkv.preserve import Distinctive, Recent, Sinks
 from centroidkv.records import Assignment
 from centroidkv.schedule import Constant, LinearAnnealing
@@ -194,7 +194,7 @@ def test_repr_shows_every_stage():
         "DegreeWeightedMean",
         "LinearAnnealing",
         "Budget.tokens(512)",
-        "reference",
+        "auto (blocked on the CPU)",
     ):
         assert word in text
 
@@ -224,10 +224,10 @@ def test_unknown_backend_is_refused(backend):
         Compressor.builder().build(backend=backend)
 
 
-def test_triton_is_refused_until_there_are_kernels_and_auto_says_what_it_chose():
-    with pytest.raises(BackendError, match="no Triton kernels"):
-        Compressor.builder().build(backend="triton")
-    assert Compressor.builder().build(backend="auto").backend == "reference"
+def test_auto_says_what_it_chose():
+    assert Compressor.builder().build(backend="auto").runs_on("cpu") == "blocked"
+    assert Compressor.builder().build(backend="reference").runs_on("cpu") == "reference"
+    assert Compressor.builder().partition(Halves()).build().runs_on("cpu") == "reference"
 
 
 def test_a_budget_below_what_is_preserved_is_refused_for_the_row(make_state):

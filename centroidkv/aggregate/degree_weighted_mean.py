@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class DegreeWeightedMean:
 
     Source: size-weighted mean of Token Merging, arXiv 2210.09461; CentroidKV, arXiv 2506.11418.
     """
+
+    formula: ClassVar[str] = "degree-weighted mean"
 
     def __call__(self, state: KVState, assignment: Assignment) -> KVState:
         degree = state.degree + sum_merges(state.degree, assignment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class BipartiteSoftMatching:
     Source: Bolya et al., *Token Merging*, arXiv 2210.09461; CentroidKV, arXiv 2506.11418. O(T c D) for chunks of c.
     """
 
+    formula: ClassVar[str] = "soft"
     rank: str = "sequence"
 
     def __post_init__(self) -> None:

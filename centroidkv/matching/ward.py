@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class WardMatching:
     Source: Ward, *Hierarchical Grouping to Optimize an Objective Function* (1963); the weights are ours.
     """
 
+    formula: ClassVar[str] = "ward"
     weight: str = "importance"
     floor: float = 0.1
     passage: float = 0.0

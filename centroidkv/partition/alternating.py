@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -27,6 +28,7 @@ class Alternating:
     [0, 2, 4]
     """
 
+    formula: ClassVar[str] = "alternating"
     chunk_size: int | None = 256
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ class Cosine(KeyView):
     >>> Cosine()(torch.tensor([[3.0, 0.0]]), torch.tensor([[5.0, 0.0], [0.0, 1.0]]))
     tensor([[1., 0.]])
     """
+
+    formula: ClassVar[str] = "cosine"
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         return _unit(a) @ _unit(b).mT

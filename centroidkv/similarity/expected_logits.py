@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class ExpectedLogits:
     values: float = 1.0
     ridge: float = 0.1
 
+    formula: ClassVar[str] = "expected logits"
     needs_queries = True
 
     def __post_init__(self) -> None:

@@ -1,0 +1,222 @@
+"""All rounds of a compression on the CPU, a few heads at a time, in blocks of chunks.
+
+The stages run one after the other over whole states, which costs a copy of the cache for almost every step. Here a
+group of heads (one, where rows are long) goes through all of its rounds on its own: similarities are taken a few chunks
+at a time, so that products stay in the processor's caches; only slots that merge are computed anew; and survivors move
+up within one buffer that all groups share. Preserved slots stay where they are in between and take no part. Beyond the
+result, memory is one group's keys and values (nothing, where there is one round only) and its merged rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from centroidkv.matching.bipartite import share_out
+from centroidkv.rounds.scorers import Scorer
+from centroidkv.state import IMPORTANCE, KVState, accumulation_dtype, gather_slots
+
+BLOCK = 2**19
+"""Numbers in a block of keys: it and its products stay in a core's cache. Heads shorter than this share a group."""
+MOVE = 2048
+"""Rows moved at once when a buffer is compacted in place."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the stages decide: chunk size, ranking, which weight the scorer sees, and the scorer of a group of heads."""
+
+    chunk: int
+    rank: str
+    mass: str | None
+    scorer: Callable[[KVState, slice], Scorer]
+
+
+@torch.no_grad()
+def blocked_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: Settings) -> KVState:
+    """Bring the ``free [B, H, T]`` slots of ``state`` to ``sizes`` slots, one round per size; the others stay.
+
+    Args:
+        state: live slots only; every head has the same number of free ones, sizes[j-1] >= sizes[j] >= half of it.
+        free: bool.
+        sizes: free slots after each round.
+        settings: see :class:`Settings`.
+    """
+    batch, heads, slots, _ = state.keys.shape
+    begin = int(free[0, 0].sum())
+    lengths = [slots - begin + left for left in (begin, *sizes)]
+    final, count = lengths[-1], batch * heads
+
+    def flat(x: Tensor) -> Tensor:  # [B, H, T, ...] -> [B * H, T, ...]
+        return x.flatten(0, 1)
+
+    def result(x: Tensor) -> Tensor:
+        return x.new_empty(count, final, *x.shape[3:])
+
+    sources = [flat(state.keys), flat(state.values)]
+    weights = {"degree": flat(state.degree)}
+    if IMPORTANCE in state.slot_data:
+        weights[IMPORTANCE] = flat(state.slot_data[IMPORTANCE])
+    free = free.flatten(0, 1)
+    done = [result(state.keys), result(state.values)]
+    summed = {name: result(weight.view(batch, heads, slots)) for name, weight in weights.items()}
+    origin = torch.empty(count, final, dtype=torch.long)
+
+    step = min(max(1, BLOCK // (slots * state.keys.shape[-1])), count)
+    several = len(sizes) > 1
+    room = [x.new_empty(step * lengths[1], x.shape[-1]) for x in sources] if several else []
+    for first in range(0, count, step):
+        group = slice(first, min(first + step, count))
+        out = [x[group].flatten(0, 1) for x in done]
+        walk = _Group(
+            [x[group].reshape(-1, x.shape[-1]) for x in sources],
+            {name: weight[group].flatten() for name, weight in weights.items()},
+            free[group],
+        )
+        scorer = settings.scorer(state, group)
+        for before, after in pairwise(lengths):
+            walk.round(before - after, scorer, settings, room if several else out)
+        if several:
+            for x, rows in zip(out, walk.rows, strict=True):
+                x.copy_(rows)
+        origin[group] = walk.origin.view(-1, final) - (torch.arange(group.stop - group.start) * slots)[:, None]
+        for name, total in summed.items():
+            total[group] = walk.weights[name].view(-1, final)
+
+    def shaped(x: Tensor) -> Tensor:
+        return x.unflatten(0, (batch, heads))
+
+    origin, totals = shaped(origin), {name: shaped(total) for name, total in summed.items()}
+    kept = {name: totals.get(name, gather_slots(data, origin)) for name, data in state.slot_data.items()}
+    return replace(
+        state, keys=shaped(done[0]), values=shaped(done[1]), degree=totals["degree"],
+        positions=state.positions.gather(-1, origin), slot_data=kept, rounds=state.rounds + len(sizes),
+    )  # fmt: skip
+
+
+class _Group:
+    """R heads of n slots on their way through the rounds, laid out as R * n rows.
+
+    ``rows``: keys [R n, D] and values [R n, Dv]; ``weights``: numbers per slot that add up [R n]; ``free [R m]``: the
+    slots that may merge, ascending; ``origin [R n]``: where each slot was at first.
+    """
+
+    def __init__(self, rows: list[Tensor], weights: dict[str, Tensor], free: Tensor) -> None:
+        self.rows, self.weights, self.heads = rows, weights, free.shape[0]
+        self.free = free.flatten().nonzero()[:, 0]
+        self.origin = torch.arange(free.numel())
+        self.dtype = accumulation_dtype(rows[0].dtype)
+
+    def round(self, edges: int, scorer: Scorer, settings: Settings, room: list[Tensor]) -> None:
+        """Merge ``edges`` slots of every head; survivors go to the front of ``room``, which may be where they are."""
+        if edges < 1:
+            return
+        score, source, target = self._propose(scorer, settings)
+        chosen = best(score, edges) if settings.rank == "sequence" else best_of_chunks(score, edges, self._chunks)
+        movers, targets = self.free[source.expand_as(score)[chosen]], self.free[target[chosen]]
+        changed, which = targets.unique(return_inverse=True)
+        before = self.weights["degree"]
+        self.weights = {
+            name: weight.index_copy(0, changed, weight[changed] + _sums(weight[movers], which, len(changed)))
+            for name, weight in self.weights.items()
+        }
+        share = before[movers].to(self.dtype) / self.weights["degree"][targets].to(self.dtype)
+        stays = torch.ones(len(self.origin), dtype=torch.bool)
+        stays[movers] = False
+        keep = stays.nonzero()[:, 0]
+        landing = changed - torch.searchsorted(movers, changed)
+        for i, (x, into) in enumerate(zip(self.rows, room, strict=True)):
+            merged = _centroids(x, movers, targets, share, changed, which)
+            self.rows[i] = _move_up(x, keep, int(movers[0]), into).index_copy_(0, landing, merged)
+        self.weights = {name: weight[keep] for name, weight in self.weights.items()}
+        self.origin = self.origin[keep]
+        left = self.free[stays[self.free]]
+        self.free = left - torch.searchsorted(movers, left)
+
+    def _propose(self, scorer: Scorer, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+        """Per head and source: the score [R, S] of its best target; both as places among the free slots."""
+        c, n, heads = settings.chunk, len(self.free) // self.heads, self.heads
+        a, full, tail = (c + 1) // 2, n // c, n % c
+        weight = self.weights[settings.mass or "degree"]
+        sources = full * a + (tail + 1) // 2 * (tail > 1)
+        score, target = torch.empty(heads, sources, dtype=self.dtype), torch.empty(heads, sources, dtype=torch.long)
+        start = int(self.free[0])
+        lined_up = heads == 1 and int(self.free[-1]) - start == n - 1
+        step = max(1, BLOCK // (heads * c * self.rows[0].shape[-1]))
+        parts = [(i, min(i + step, full), c) for i in range(0, full, step)]
+        if tail > 1:
+            parts.append((full, full + 1, tail))
+        begin = torch.arange(heads)[:, None, None] * n
+        for first, last, length in parts:
+            span = slice(first * c, (last - 1) * c + length)
+            where = self.free.view(heads, n)[:, span].flatten()
+
+            def block(x: Tensor, span: slice = span, where: Tensor = where, shape: Any = (heads, last - first, length)):
+                rows = x[start + span.start : start + span.stop] if lined_up else x.index_select(0, where)
+                return rows.to(self.dtype).view(*shape, *x.shape[1:])
+
+            found, which = scorer(*map(block, self.rows), block(weight))
+            spot = slice(first * a, first * a + found[0].numel())
+            score[:, spot] = found.flatten(1)
+            target[:, spot] = (which * 2 + 1 + torch.arange(first, last)[:, None] * c + begin).flatten(1)
+        self._chunks = [a] * full + [(tail + 1) // 2] * (tail > 1)
+        place = torch.arange(sources)
+        source = place.div(a, rounding_mode="floor") * c + place % a * 2
+        return score, source + begin[:, 0], target
+
+
+def best(score: Tensor, count: int) -> Tensor:
+    """Mark the ``count`` largest entries of every row of ``score [R, S]``; ties go to the earliest."""
+    if count >= score.shape[-1]:
+        return torch.ones_like(score, dtype=torch.bool)
+    if count == 0:
+        return torch.zeros_like(score, dtype=torch.bool)
+    least = score.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above, level = score > least, score == least
+    return above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+
+
+def best_of_chunks(score: Tensor, count: int, chunks: list[int]) -> Tensor:
+    """The same within each chunk, by its share of ``count``; ``chunks`` are equally long but for the last."""
+    quotas, length, full = torch.tensor(share_out(count, chunks)), chunks[0], score.shape[-1] // chunks[0]
+    table = score[:, : full * length].unflatten(1, (full, length))
+    place = table.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # 0 = best of its chunk
+    chosen = (place < quotas[:full, None]).flatten(1)
+    if full < len(chunks):
+        chosen = torch.cat((chosen, best(score[:, full * length :], int(quotas[-1]))), -1)
+    return chosen
+
+
+def _sums(rows: Tensor, which: Tensor, count: int) -> Tensor:
+    return rows.new_zeros(count, *rows.shape[1:]).index_add_(0, which, rows)
+
+
+def _centroids(x: Tensor, movers: Tensor, targets: Tensor, share: Tensor, changed: Tensor, which: Tensor) -> Tensor:
+    """x_b + sum over the movers t of b of share_t (x_t - x_b) for the slots b in ``changed``; a few rows at a time."""
+    sums = share.new_zeros(len(changed), x.shape[-1])
+    for begin in range(0, len(movers), MOVE):
+        part = slice(begin, begin + MOVE)
+        pull = x.index_select(0, movers[part]).to(share.dtype)
+        pull.sub_(x.index_select(0, targets[part])).mul_(share[part, None])
+        sums.index_add_(0, which[part], pull)
+    for begin in range(0, len(changed), MOVE):
+        part = slice(begin, begin + MOVE)
+        sums[part].add_(x.index_select(0, changed[part]))
+    return sums.to(x.dtype)
+
+
+def _move_up(x: Tensor, keep: Tensor, first: int, into: Tensor) -> Tensor:
+    """The rows ``keep`` of ``x`` at the front of ``into``; ``first`` is the first row that leaves."""
+    result = into[: len(keep)]
+    if x.data_ptr() != into.data_ptr():
+        return torch.index_select(x, 0, keep, out=result)
+    # In place: rows only ever move towards the front, so a block read before it is written loses nothing.
+    for begin in range(first, len(keep), MOVE):
+        part = keep[begin : begin + MOVE]
+        result[begin : begin + len(part)] = x.index_select(0, part)
+    return result
