@@ -11,48 +11,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from tqdm import tqdm
 
+from analysis.timing import PeakBytes
 from centroidkv.cli.demo import format_table
 from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, KMeans
 from centroidkv.partition import Alternating
 from centroidkv.records import Partition
 from centroidkv.similarity import Cosine, NegativeEuclidean
-
-
-class PeakBytes(TorchDispatchMode):
-    """Counts bytes of tensor storages that are alive, and remembers the most at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live, self.peak, self._known = 0, 0, set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage().data_ptr() for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                key = storage.data_ptr()
-                if key not in before and key not in self._known:
-                    self._known.add(key)
-                    self.live += storage.nbytes()
-                    weakref.finalize(storage, self._release, key, storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return out
-
-    def _release(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
 
 
 @dataclass(frozen=True)

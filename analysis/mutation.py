@@ -24,6 +24,7 @@ from centroidkv.cli.demo import format_table
 
 ROOT = Path(__file__).parent.parent
 LAWS = "tests/laws/test_laws.py"
+OTHERS = {"theorem": ["tests/partition/test_theorem.py"], "test_blocked": ["tests/rounds/test_blocked.py"]}
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ MUTATIONS = (
     Mutation("matching/kmeans.py", "stays = index == medoid", "stays = index >= medoid", "check_matcher"),
     Mutation("matching/kmeans.py", "(rank < missing) & ~stays", "(rank < missing - 1) & ~stays", "check_matcher"),
     Mutation("aggregate/degree_weighted_mean.py", "state.degree + sum_merges(state.degree, assignment)", "state.degree + sum_merges(state.degree.clamp(max=1), assignment)", "check_aggregator"),
-    Mutation("aggregate/degree_weighted_mean.py", "weight = degree.to(exact.dtype)", "weight = degree.to(exact.dtype).clamp(max=1)", "check_aggregator"),
-    Mutation("aggregate/degree_weighted_mean.py", "exact + sum_merges", "exact - sum_merges", "check_aggregator"),
-    Mutation("aggregate/degree_weighted_mean.py", "(exact - gather_slots(exact, stays))", "exact", "check_aggregator"),
-    Mutation("aggregate/segments.py", "scatter_add(2, wide, x)", "scatter(2, wide, x)", "check_aggregator"),
+    Mutation("aggregate/degree_weighted_mean.py", "degree.flatten()[movers].to(exact)", "degree.flatten()[movers].to(exact).clamp(max=1)", "check_aggregator"),
+    Mutation("aggregate/degree_weighted_mean.py", "rows[changed].to(exact) + sums", "rows[changed].to(exact) - sums", "check_aggregator"),
+    Mutation("aggregate/degree_weighted_mean.py", "rows[movers].to(exact) - rows[targets].to(exact)", "rows[movers].to(exact)", "check_aggregator"),
+    Mutation("aggregate/segments.py", "index_add_(0, which, rows)", "index_copy_(0, which, rows)", "check_aggregator"),
     Mutation("aggregate/keep_target_key.py", "state.degree + sum_merges(state.degree, assignment)", "state.degree", "check_aggregator"),
     Mutation("schedule/linear_annealing.py", "- round_index * Fraction", "+ round_index * Fraction", "check_schedule"),
     Mutation("schedule/sizes.py", "current - target)", "current)", "check_schedule"),
@@ -71,7 +72,14 @@ MUTATIONS = (
     Mutation("preserve/union.py", "        free &= ~chosen\n", "", "check_compressor"),
     Mutation("dense.py", "torch.where(joined.live, joined.positions, -1)", "-joined.positions", "check_compressor"),
     Mutation("dense.py", "return _stack(parts).rows(back)", "return _stack(parts)", "check_compressor"),
-    Mutation("compressor.py", "state.select(order[..., plan.compressible :])", "state.select(order[..., plan.compressible - 1 :])", "check_compressor"),
+    Mutation("rounds/reference.py", "state.select(order[..., count:])", "state.select(order[..., count - 1 :])", "check_compressor"),
+    Mutation("rounds/blocked.py", "level.cumsum(-1) <= count", "level.cumsum(-1) < count", "check_compressor"),
+    Mutation("rounds/blocked.py", "which * 2 + 1", "which * 2", "check_compressor"),
+    Mutation("rounds/blocked.py", ".mul_(share[part, None])", "", "check_compressor"),
+    Mutation("rounds/blocked.py", "landing = changed - torch.searchsorted(movers, changed)", "landing = changed - 1", "check_compressor"),
+    Mutation("rounds/blocked.py", "self.free = left - torch.searchsorted(movers, left)", "self.free = left.clamp(max=len(self.origin) - 1)", "check_compressor"),
+    Mutation("rounds/scorers.py", ".mul_(inverse[..., None, 1::2])", "", "test_blocked"),
+    Mutation("rounds/scorers.py", ".mul_(a).mul_(b)", ".mul_(a)", "test_blocked"),
     Mutation("compressor.py", "if state.slots <= budget:\n            return state", "if state.slots < budget:\n            return state", "check_compressor",
              "a row exactly at its budget: the plan is empty, so compressing it again changes nothing either"),
     Mutation("attention/reference.py", "degree.to(exact).log()", "degree.to(exact).log1p()", "check_attention"),
@@ -90,7 +98,7 @@ def survives(mutation: Mutation, scratch: Path) -> bool:
             f"{mutation.file} holds {mutation.old!r} {text.count(mutation.old)} times, not once; update the list"
         )
     path.write_text(text.replace(mutation.old, mutation.new))
-    tests = ["tests/partition/test_theorem.py"] if mutation.laws == "theorem" else [LAWS, "-k", mutation.laws]
+    tests = OTHERS.get(mutation.laws) or [LAWS, "-k", mutation.laws]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

@@ -58,17 +58,19 @@ SCHEDULES = [
 ]
 
 
-def small(**parts: object) -> Compressor:
+def small(backend: str = "auto", **parts: object) -> Compressor:
     """A compressor that preserves little, for the laws' short states."""
     builder = Compressor.builder().preserve(Sinks(1), Recent(2)).partition(Alternating(8)).budget(0.4)
     for name, part in parts.items():
         builder = getattr(builder, name)(part)
-    return builder.build()
+    return builder.build(backend)
 
 
 COMPRESSORS = [
     (small(), {}),
+    (small("reference"), {}),
     (small(budget=Budget.tokens(9)), {}),
+    (small(matching=BipartiteSoftMatching("chunk")), {}),
     (small(matching=BipartiteSoftMatching("chunk"), partition=Halves(6)), {}),
     (small(matching=ThresholdMatching(0.8)), {}),
     (small(matching=AllPairsMatching(), similarity=NegativeEuclidean()), {}),
@@ -77,6 +79,7 @@ COMPRESSORS = [
     (small(similarity=Cosine(heads="mean"), partition=Strided(3, 9)), {}),
     (small(matching=WardMatching("degree"), similarity=NegativeEuclidean()), {}),
     (small(matching=WardMatching(), similarity=ExpectedLogits()), {}),
+    (small("reference", matching=WardMatching(), similarity=ExpectedLogits()), {}),
     (small(similarity=Cosine(rope="before"), aggregate=KeepTargetKey()), {}),
     (
         Compressor.builder()
