@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,13 +109,17 @@ class _Group:
         self.rows, self.weights, self.heads = rows, weights, free.shape[0]
         self.free = free.flatten().nonzero()[:, 0]
         self.origin = torch.arange(free.numel())
+        self.noted: Tensor | None = None  # what the scorer noted of every slot's key
         self.dtype = accumulation_dtype(rows[0].dtype)
 
     def round(self, edges: int, scorer: Scorer, settings: Settings, room: list[Tensor]) -> None:
         """Merge ``edges`` slots of every head; survivors go to the front of ``room``, which may be where they are."""
         if edges < 1:
             return
-        score, source, target = self._propose(scorer, settings)
+        if self.noted is None:
+            keys = self.rows[0].split(MOVE)
+            self.noted = torch.cat([scorer.note(part.to(self.dtype)) for part in keys])
+        score, source, target = self._propose(self.noted, scorer, settings)
         chosen = best(score, edges) if settings.rank == "sequence" else best_of_chunks(score, edges, self._chunks)
         movers, targets = self.free[source.expand_as(score)[chosen]], self.free[target[chosen]]
         changed, which = targets.unique(return_inverse=True)
@@ -133,12 +136,19 @@ class _Group:
         for i, (x, into) in enumerate(zip(self.rows, room, strict=True)):
             merged = _centroids(x, movers, targets, share, changed, which)
             self.rows[i] = _move_up(x, keep, int(movers[0]), into).index_copy_(0, landing, merged)
-        self.weights = {name: weight[keep] for name, weight in self.weights.items()}
-        self.origin = self.origin[keep]
-        left = self.free[stays[self.free]]
+            if i == 0 and self.noted is not None:
+                self.noted = self.noted.index_select(0, keep)
+                self.noted[landing] = scorer.note(merged.to(x.dtype).to(self.dtype))
+        self.weights = {name: weight.index_select(0, keep) for name, weight in self.weights.items()}
+        self.origin = self.origin.index_select(0, keep)
+        left = self.free[stays.index_select(0, self.free)]
         self.free = left - torch.searchsorted(movers, left)
 
-    def _propose(self, scorer: Scorer, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    def _block(self, x: Tensor, where: slice | Tensor, shape: tuple[int, int, int]) -> Tensor:
+        rows = x[where] if isinstance(where, slice) else x.index_select(0, where.flatten())
+        return rows.to(self.dtype).view(*shape, *x.shape[1:])
+
+    def _propose(self, noted: Tensor, scorer: Scorer, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
         """Per head and source: the score [R, S] of its best target; both as places among the free slots."""
         c, n, heads = settings.chunk, len(self.free) // self.heads, self.heads
         a, full, tail = (c + 1) // 2, n // c, n % c
@@ -154,13 +164,10 @@ class _Group:
         begin = torch.arange(heads)[:, None, None] * n
         for first, last, length in parts:
             span = slice(first * c, (last - 1) * c + length)
-            where = self.free.view(heads, n)[:, span].flatten()
-
-            def block(x: Tensor, span: slice = span, where: Tensor = where, shape: Any = (heads, last - first, length)):
-                rows = x[start + span.start : start + span.stop] if lined_up else x.index_select(0, where)
-                return rows.to(self.dtype).view(*shape, *x.shape[1:])
-
-            found, which = scorer(*map(block, self.rows), block(weight))
+            # Neighbours in memory are read where they are; others are brought together.
+            where = slice(start + span.start, start + span.stop) if lined_up else self.free.view(heads, n)[:, span]
+            shape = (heads, last - first, length)
+            found, which = scorer(*(self._block(x, where, shape) for x in (*self.rows, weight, noted)))
             spot = slice(first * a, first * a + found[0].numel())
             score[:, spot] = found.flatten(1)
             target[:, spot] = (which * 2 + 1 + torch.arange(first, last)[:, None] * c + begin).flatten(1)

@@ -8,30 +8,50 @@ computed with fewer passes over memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from centroidkv.state import KVState, accumulation_dtype
 
-Scorer = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""keys [R, m, c, D], values [R, m, c, Dv], weight [R, m, c] -> score [R, m, sources], place among the targets, same."""
-
 SAFE = 2.0**60
 """Norms within [1 / SAFE, SAFE] can be squared and multiplied in float32 without leaving its range."""
 
 
-def cosine(keys: Tensor, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """max_b cos(k_a, k_b): the norms are divided out of the products instead of out of the keys."""
-    norm = torch.linalg.vector_norm(keys, dim=-1)
-    if not bool(((norm < SAFE) & ((norm > 1 / SAFE) | (norm == 0))).all()):
-        tiny = torch.finfo(keys.dtype).tiny
-        keys = keys / keys.abs().amax(-1, keepdim=True).clamp(min=tiny)
+class Scorer(Protocol):
+    """Best targets for a group of heads."""
+
+    def note(self, keys: Tensor) -> Tensor:
+        """A number per slot ``[n]`` that depends on its key alone, kept until the slot merges. keys ``[n, D]``."""
+        ...
+
+    def __call__(self, keys: Tensor, values: Tensor, weight: Tensor, noted: Tensor) -> tuple[Tensor, Tensor]:
+        """``[R, m, c, D], [R, m, c, Dv], [R, m, c] x 2`` -> score ``[R, m, sources]``, place among the targets."""
+        ...
+
+
+class CosineOfKeys:
+    """max_b cos(k_a, k_b): the targets are divided by their norms, the best products by those of the sources."""
+
+    def __init__(self) -> None:
+        self.safe = True
+
+    def note(self, keys: Tensor) -> Tensor:
+        """1 / |k|, or 0 where that is 0."""
         norm = torch.linalg.vector_norm(keys, dim=-1)
-    inverse = torch.where(norm > 0, 1 / norm, 0)
-    score, target = _products(keys).mul_(inverse[..., None, 1::2]).max(-1)
-    return score.mul_(inverse[..., 0::2]), target
+        # Norms that cannot be squared are taken again, block by block, from keys brought to a size that can.
+        self.safe &= not len(norm) or bool(norm.amax() < SAFE and norm.masked_fill(norm == 0, 1).amin() > 1 / SAFE)
+        return norm.reciprocal_().masked_fill_(norm.isinf(), 0) if self.safe else norm
+
+    def __call__(self, keys: Tensor, values: Tensor, weight: Tensor, noted: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.safe:
+            tiny = torch.finfo(keys.dtype).tiny
+            keys = keys / keys.abs().amax(-1, keepdim=True).clamp(min=tiny)
+            noted = 1 / torch.linalg.vector_norm(keys, dim=-1)
+            noted = noted.masked_fill(noted.isinf(), 0)
+        score, target = _products(keys[..., 0::2, :], keys[..., 1::2, :] * noted[..., 1::2, None]).max(-1)
+        return score.mul_(noted[..., 0::2]), target
 
 
 class WardOnLogits:
@@ -45,24 +65,27 @@ class WardOnLogits:
     def __init__(self, factor: Tensor, scale: Tensor) -> None:
         self.factor, self.scale = factor[:, None], scale[:, None, None, None]
 
-    def __call__(self, keys: Tensor, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def note(self, keys: Tensor) -> Tensor:
+        """Nothing."""
+        return keys[:, 0]
+
+    def __call__(self, keys: Tensor, values: Tensor, weight: Tensor, noted: Tensor) -> tuple[Tensor, Tensor]:
         points = torch.cat((keys @ self.factor, values * self.scale), -1)
         square, weight = points.square().sum(-1), weight.to(points.dtype)
         a, b = weight[..., 0::2, None], weight[..., None, 1::2]
-        pairs = _products(points).mul_(-2)
+        pairs = _products(points[..., 0::2, :], points[..., 1::2, :]).mul_(-2)
         pairs.add_(square[..., 0::2, None]).add_(square[..., None, 1::2]).clamp_(min=0)
         share = (a + b).clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_().mul_(a).mul_(b)
         return pairs.mul_(share).neg_().max(-1)
 
 
-def _products(points: Tensor) -> Tensor:
+def _products(sources: Tensor, targets: Tensor) -> Tensor:
     """Source times target, [R, m, sources, targets]; as one batch, which the strided halves allow without a copy."""
-    batch = points.flatten(0, 1)
-    return torch.bmm(batch[:, 0::2], batch[:, 1::2].mT).unflatten(0, points.shape[:2])
+    return torch.bmm(sources.flatten(0, 1), targets.flatten(0, 1).mT).unflatten(0, sources.shape[:2])
 
 
 def _cosine(state: KVState, group: slice) -> Scorer:
-    return cosine
+    return CosineOfKeys()
 
 
 def _ward_on_logits(state: KVState, group: slice) -> Scorer:
