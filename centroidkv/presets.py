@@ -55,7 +55,7 @@ def balanced(budget: Budget | float = QUARTER) -> Compressor:
     """
     return (
         Compressor.builder()
-        .preserve(Sinks(4), Recent(16), Distinctive(score="passages", share=0.25))
+        .preserve(Sinks(4), Recent(16), Distinctive(score="passages", share=0.35))
         .partition(Alternating(chunk_size=256))
         .similarity(ExpectedLogits())
         .matching(WardMatching(passage=0.3))
