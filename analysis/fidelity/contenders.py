@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from analysis.fidelity import presses
+from analysis.fidelity.clusterings import CLUSTERINGS
 from analysis.fidelity.prefill import Prefill
 from centroidkv import Compressor, KVState, presets
 from centroidkv.queries import QUERIES, sample_queries
@@ -79,7 +80,7 @@ def press(name: str, make: Callable[[float], Any]) -> Contender:
 
 
 def all_contenders() -> list[Contender]:
-    """Every preset, and every press that is installed."""
-    return [ours(name, make) for name, make in presets.ALL.items()] + [
+    """Every preset, the other clusterings, and every press that is installed."""
+    return [ours(name, make) for name, make in (presets.ALL | CLUSTERINGS).items()] + [
         press(name, make) for name, make in presses.makers().items()
     ]
