@@ -3,8 +3,9 @@
 The stages run one after the other over whole states, which costs a copy of the cache for almost every step. Here a
 group of heads (one, where rows are long) goes through all of its rounds on its own: similarities are taken a few chunks
 at a time, so that products stay in the processor's caches; only slots that merge are computed anew; and survivors move
-up within one buffer that all groups share. Preserved slots stay where they are in between and take no part. Beyond the
-result, memory is one group's keys and values (nothing, where there is one round only) and its merged rows.
+up within one buffer. Preserved slots stay where they are in between and take no part. Groups run side by side on the
+threads PyTorch may use. Beyond the result, memory is a group's keys and values per thread (nothing, where there is one
+round only) and its merged rows.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch import Tensor
 
 from centroidkv.matching.bipartite import share_out
 from centroidkv.rounds.scorers import Scorer
+from centroidkv.rounds.threads import in_parallel
 from centroidkv.state import IMPORTANCE, KVState, accumulation_dtype, gather_slots
 
 BLOCK = 2**19
 """Numbers in a block of keys: it and its products stay in a core's cache. Heads shorter than this share a group."""
+SUMMED = (IMPORTANCE,)
+"""Slot data that adds up when slots merge, as degrees do."""
 MOVE = 2048
 """Rows moved at once when a buffer is compacted in place."""
 
@@ -46,56 +50,51 @@ def blocked_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings:
         sizes: free slots after each round.
         settings: see :class:`Settings`.
     """
-    batch, heads, slots, _ = state.keys.shape
+    batch, heads, slots, size = state.keys.shape
     begin = int(free[0, 0].sum())
     lengths = [slots - begin + left for left in (begin, *sizes)]
     final, count = lengths[-1], batch * heads
-
-    def flat(x: Tensor) -> Tensor:  # [B, H, T, ...] -> [B * H, T, ...]
-        return x.flatten(0, 1)
+    weights = {"degree": state.degree} | {name: state.slot_data[name] for name in SUMMED if name in state.slot_data}
 
     def result(x: Tensor) -> Tensor:
-        return x.new_empty(count, final, *x.shape[3:])
+        return x.new_empty(batch, heads, final, *x.shape[3:])
 
-    sources = [flat(state.keys), flat(state.values)]
-    weights = {"degree": flat(state.degree)}
-    if IMPORTANCE in state.slot_data:
-        weights[IMPORTANCE] = flat(state.slot_data[IMPORTANCE])
-    free = free.flatten(0, 1)
-    done = [result(state.keys), result(state.values)]
-    summed = {name: result(weight.view(batch, heads, slots)) for name, weight in weights.items()}
-    origin = torch.empty(count, final, dtype=torch.long)
+    keys, values, origin = result(state.keys), result(state.values), result(state.degree.long())
+    totals = {name: result(weight) for name, weight in weights.items()}
+    step = min(max(1, BLOCK // (slots * size)), count)
 
-    step = min(max(1, BLOCK // (slots * state.keys.shape[-1])), count)
-    several = len(sizes) > 1
-    room = [x.new_empty(step * lengths[1], x.shape[-1]) for x in sources] if several else []
-    for first in range(0, count, step):
+    def run(first: int) -> None:
         group = slice(first, min(first + step, count))
-        out = [x[group].flatten(0, 1) for x in done]
         walk = _Group(
-            [x[group].reshape(-1, x.shape[-1]) for x in sources],
-            {name: weight[group].flatten() for name, weight in weights.items()},
-            free[group],
+            [_heads(x, group) for x in (state.keys, state.values)],
+            {name: _heads(weight, group) for name, weight in weights.items()},
+            free.flatten(0, 1)[group],
         )
+        out = [x.flatten(0, 1)[group].flatten(0, 1) for x in (keys, values)]
+        several = len(sizes) > 1  # then rounds share a buffer, whose front is the result in the end
+        room = [x.new_empty(walk.heads * lengths[1], x.shape[-1]) for x in out] if several else out
         scorer = settings.scorer(state, group)
         for before, after in pairwise(lengths):
-            walk.round(before - after, scorer, settings, room if several else out)
+            walk.round(before - after, scorer, settings, room)
         if several:
             for x, rows in zip(out, walk.rows, strict=True):
                 x.copy_(rows)
-        origin[group] = walk.origin.view(-1, final) - (torch.arange(group.stop - group.start) * slots)[:, None]
-        for name, total in summed.items():
-            total[group] = walk.weights[name].view(-1, final)
+        origin.flatten(0, 1)[group] = walk.origin.view(-1, final) - (torch.arange(walk.heads) * slots)[:, None]
+        for name, total in totals.items():
+            total.flatten(0, 1)[group] = walk.weights[name].view(-1, final)
 
-    def shaped(x: Tensor) -> Tensor:
-        return x.unflatten(0, (batch, heads))
-
-    origin, totals = shaped(origin), {name: shaped(total) for name, total in summed.items()}
-    kept = {name: totals.get(name, gather_slots(data, origin)) for name, data in state.slot_data.items()}
+    in_parallel(run, range(0, count, step))
+    kept = {name: totals[name] if name in totals else gather_slots(x, origin) for name, x in state.slot_data.items()}
     return replace(
-        state, keys=shaped(done[0]), values=shaped(done[1]), degree=totals["degree"],
-        positions=state.positions.gather(-1, origin), slot_data=kept, rounds=state.rounds + len(sizes),
+        state, keys=keys, values=values, degree=totals["degree"], positions=state.positions.gather(-1, origin),
+        slot_data=kept, rounds=state.rounds + len(sizes),
     )  # fmt: skip
+
+
+def _heads(x: Tensor, group: slice) -> Tensor:
+    """The heads ``group`` (rows times heads) of ``x [B, H, T, ...]`` one below the other; one head is not copied."""
+    parts = [x[divmod(head, x.shape[1])] for head in range(group.start, group.stop)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Group:

@@ -69,9 +69,18 @@ def test_equals_the_reference(method, case, chunk, rate, budget, preserve, group
     expect_same(ours, replace(fast, backend="reference")(state, strict=False))
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("method", ["sequence", "chunk", "ward"])
-def test_many_chunks_and_moves_in_place(method, monkeypatch):
+def test_many_chunks_moves_in_place_and_threads(method, monkeypatch, two_threads):
     monkeypatch.setattr(blocked, "MOVE", 100)
+    monkeypatch.setattr(blocked, "BLOCK", 2000)
     state = StateCase(slots=1501, kind="rotary", batch=2, heads=2, size=8, merged=True, strided=True).state()
     fast = build(method, 64, (Sinks(4), Recent(16)), 0.15, 0.25, "blocked")
     expect_same(fast(state), replace(fast, backend="reference")(state))
