@@ -124,13 +124,13 @@ def _check_backend(compressor: Compressor) -> None:
     backend = compressor.backend
     if backend not in BACKENDS:
         raise BackendError(f"backend is one of {BACKENDS}, got {backend!r}")
-    if backend == "triton":
+    fast = compressor.fast_path
+    if backend in ("blocked", "triton") and isinstance(fast, str):
+        raise BackendError(f"backend={backend!r} was asked for, but {fast}; use backend='auto' or 'reference'")
+    if backend == "triton" and not isinstance(fast, str) and not fast.kernels:
         raise BackendError(
-            "backend='triton' was asked for, but this version has no Triton kernels yet; use backend='auto'"
-        )
-    if backend == "blocked" and isinstance(compressor.fast_path, str):
-        raise BackendError(
-            f"backend='blocked' was asked for, but {compressor.fast_path}; use backend='auto' or 'reference'"
+            "backend='triton' was asked for, but there are kernels for Cosine() with BipartiteSoftMatching() only, not "
+            f"for {compressor.similarity!r} with {compressor.matching!r}; use backend='auto'"
         )
 
 

@@ -11,10 +11,19 @@ from torch import Tensor
 
 from centroidkv.dense import map_dense
 from centroidkv.errors import BudgetError, BudgetNotMetWarning, ShapeError, StageError
+from centroidkv.kernels import why_not_triton
 from centroidkv.preserve.union import Union
 from centroidkv.protocols import Aggregator, Matcher, Partitioner, Schedule, Similarity
 from centroidkv.records import Budget, Plan
-from centroidkv.rounds import Settings, Stages, blocked_rounds, reference_rounds, settings_of
+from centroidkv.rounds import (
+    Settings,
+    Stages,
+    blocked_rounds,
+    kernels_take,
+    reference_rounds,
+    settings_of,
+    triton_rounds,
+)
 from centroidkv.schedule import plan_sizes
 from centroidkv.state import KVState
 
@@ -172,13 +181,14 @@ class Compressor:
         return result
 
     def _rounds(self, state: KVState, free: Tensor, sizes: tuple[int, ...]) -> KVState:
-        backend = self.runs_on(state.keys.device)
+        backend, fast = self.runs_on(state.keys.device), self.fast_path
+        if backend == "triton" and self.backend == "auto" and not kernels_take(state):
+            backend = "reference"
         ready = self.stages.prepare(state, free)
-        fast = self.fast_path
-        if backend == "blocked" and sizes and not isinstance(fast, str):
-            result = blocked_rounds(ready, free, sizes, fast)
-        else:
+        if isinstance(fast, str) or backend == "reference" or not sizes:
             result = reference_rounds(self.stages, ready, free, sizes)
+        else:
+            result = {"blocked": blocked_rounds, "triton": triton_rounds}[backend](ready, free, sizes, fast)
         # What stages add for their own use is gone afterwards; importance the caller set is carried on.
         return replace(
             result, slot_data={name: result.slot_data[name] for name in state.slot_data}, head_data=state.head_data
@@ -199,14 +209,21 @@ class Compressor:
     def runs_on(self, device: torch.device | str) -> str:
         """The back end that compresses states on ``device``: what "auto" chooses, else the one asked for.
 
+        "auto" takes kernels on GPUs and blocked rounds on the CPU where the stages have them, and carries the stages
+        out one by one otherwise (on a GPU also for float64, and for keys or values of more than 256 channels).
+
         >>> from centroidkv import presets
         >>> presets.centroidkv().runs_on("cpu"), presets.tome().runs_on("cpu")
         ('blocked', 'reference')
         """
+        fast, kind = self.fast_path, torch.device(device).type
         if self.backend != "auto":
             return self.backend
-        fast = torch.device(device).type == "cpu" and not isinstance(self.fast_path, str)
-        return "blocked" if fast else "reference"
+        if isinstance(fast, str):
+            return "reference"
+        if kind == "cpu":
+            return "blocked"
+        return "triton" if fast.kernels and why_not_triton(device) is None else "reference"
 
     @property
     def plannable(self) -> bool:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from centroidkv.rounds.blocked import Settings, blocked_rounds
+from centroidkv.rounds.kernels import kernels_take, triton_rounds
 from centroidkv.rounds.reference import Stages, reference_rounds
 from centroidkv.rounds.scorers import SCORERS
 
-__all__ = ["Settings", "Stages", "blocked_rounds", "reference_rounds", "settings_of"]
+__all__ = [
+    "Settings", "Stages", "blocked_rounds", "kernels_take", "reference_rounds", "settings_of", "triton_rounds",
+]  # fmt: skip
 
 
 def settings_of(partition: Any, similarity: Any, matching: Any, aggregate: Any) -> Settings | str:
@@ -41,7 +44,11 @@ def settings_of(partition: Any, similarity: Any, matching: Any, aggregate: Any) 
     if scorer is None:
         return f"no fast path combines {similarity!r} with {matching!r}"
     return Settings(
-        partition.chunk_size, getattr(matching, "rank", "sequence"), getattr(matching, "mass", None), scorer
+        chunk=partition.chunk_size,
+        rank=getattr(matching, "rank", "sequence"),
+        mass=getattr(matching, "mass", None),
+        scorer=scorer,
+        kernels=(_formula(similarity), _formula(matching)) == ("cosine", "soft"),
     )
 
 

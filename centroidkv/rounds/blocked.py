@@ -32,12 +32,21 @@ MOVE = 2048
 
 @dataclass(frozen=True)
 class Settings:
-    """What the stages decide: chunk size, ranking, which weight the scorer sees, and the scorer of a group of heads."""
+    """What the stages decide, as fast paths need to know it.
+
+    Args:
+        chunk: slots per chunk.
+        rank: over the whole "sequence", or within each "chunk".
+        mass: the slot data that the scorer sees in place of degrees.
+        scorer: makes the scorer of a group of heads (rows times heads).
+        kernels: whether there are Triton kernels for the combination.
+    """
 
     chunk: int
     rank: str
     mass: str | None
     scorer: Callable[[KVState, slice], Scorer]
+    kernels: bool
 
 
 @torch.no_grad()

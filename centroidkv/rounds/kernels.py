@@ -1,0 +1,106 @@
+"""All rounds of a compression by Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from centroidkv.aggregate.segments import add_importance
+from centroidkv.dense import merge_sorted
+from centroidkv.matching.bipartite import share_out
+from centroidkv.matching.candidates import Candidates, best
+from centroidkv.records import Assignment
+from centroidkv.rounds.blocked import Settings
+from centroidkv.state import KVState, gather_slots
+
+LARGEST_SIZE = 256
+"""Key and value sizes the kernels take."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST_FUSED_CHUNK = 256
+"""Slots per chunk that one program of the fused round holds."""
+
+
+def kernels_take(state: KVState) -> bool:
+    """Whether the kernels are written for keys and values of this type and size."""
+    sizes = (state.keys.shape[-1], state.values.shape[-1])
+    return state.keys.dtype in DTYPES and min(sizes) > 0 and max(sizes) <= LARGEST_SIZE
+
+
+@torch.no_grad()
+def triton_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: Settings) -> KVState:
+    """Bring the ``free [B, H, T]`` slots of ``state`` to ``sizes`` slots, one round per size; the others stay.
+
+    Ranking within chunks makes a round one kernel. Ranking over the sequence needs all scores before the first merge:
+    one kernel matches, PyTorch ranks, one kernel merges.
+
+    Args:
+        state: live slots only; every head has the same number of free ones.
+        free: bool.
+        sizes: free slots after each round.
+        settings: see :class:`~centroidkv.rounds.blocked.Settings`; a combination that has kernels.
+
+    Raises:
+        BackendError: the kernels cannot run on this device, or not on keys or values of this type or size.
+    """
+    order = (~free).byte().argsort(dim=-1, stable=True)
+    count = int(free[0, 0].sum())
+    kept, body = state.select(order[..., count:]), state.select(order[..., :count])
+    for size in sizes:
+        edges = body.slots - size
+        if settings.rank == "chunk" and settings.chunk <= LARGEST_FUSED_CHUNK and not body.slot_data:
+            body = _fused(body, edges, settings.chunk)
+        else:
+            body = _in_two_steps(body, edges, settings)
+    return replace(merge_sorted(kept, body), rounds=state.rounds + len(sizes))
+
+
+def _fused(state: KVState, edges: int, chunk: int) -> KVState:
+    from centroidkv.rounds.triton import fused_round_triton
+
+    quotas = share_out(edges, _sources_per_chunk(state.slots, chunk))
+    keys, values, degree, positions = fused_round_triton(
+        state.keys, state.values, state.degree, state.positions, chunk, quotas
+    )
+    return replace(state, keys=keys, values=values, degree=degree, positions=positions)
+
+
+def _in_two_steps(state: KVState, edges: int, settings: Settings) -> KVState:
+    from centroidkv.aggregate.triton import merge_triton
+    from centroidkv.matching.triton import best_targets_triton
+
+    score, target = best_targets_triton(state.keys, settings.chunk)
+    chunks = _sources_per_chunk(state.slots, settings.chunk)
+    source = torch.arange(0, state.slots, device=score.device)
+    source = source[source % settings.chunk % 2 == 0][: score.shape[-1]]
+    candidates = Candidates(state.slots, source, target, score, chunks)
+    if settings.rank == "sequence":
+        chosen = best(score, edges)
+    else:
+        parts = zip(score.split(chunks, -1), share_out(edges, chunks), strict=True)
+        chosen = torch.cat([best(part, quota) for part, quota in parts], -1)
+    assignment = candidates.accept(chosen)
+    keys, values, degree, positions = merge_triton(
+        state.keys, state.values, state.degree, state.positions, assignment.joins
+    )
+    return replace(
+        state, keys=keys, values=values, degree=degree, positions=positions, slot_data=_slot_data(state, assignment)
+    )
+
+
+def _slot_data(state: KVState, assignment: Assignment) -> dict[str, Tensor]:
+    """Slot data of the slots that stay."""
+    if not state.slot_data:
+        return {}
+    left = int(assignment.stays[0, 0].sum())
+    index = (~assignment.stays).byte().argsort(dim=-1, stable=True)[..., :left]
+    summed = add_importance(state, state, assignment).slot_data
+    return {name: gather_slots(data, index) for name, data in summed.items()}
+
+
+def _sources_per_chunk(slots: int, chunk: int) -> list[int]:
+    """Sources of every chunk that has a target: half of it, the odd one included."""
+    full, tail = divmod(slots, chunk)
+    return [(chunk + 1) // 2] * full + [(tail + 1) // 2] * (tail > 1)
