@@ -12,11 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from centroidkv.errors import BackendError
+from centroidkv.errors import BackendError, DtypeError, ShapeError
 
 INTERPRET = "TRITON_INTERPRET"
 """The environment variable that makes Triton run kernels as NumPy code on the CPU; read when a kernel is defined."""
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""The storage types kernels take, by Triton's names."""
+
+LARGEST_SIZE = 256
+"""The longest key or value a kernel holds at once."""
 
 
 @dataclass(frozen=True)
@@ -74,3 +81,56 @@ def require_triton(device: torch.device | str) -> None:
     reason = why_not_triton(device)
     if reason is not None:
         raise BackendError(f"backend='triton' was asked for, but {reason}; or use backend='auto'")
+
+
+def check_rows(rows: Tensor, name: str) -> None:
+    """Refuse keys or values that the kernels of a round cannot read.
+
+    Raises:
+        ShapeError, DtypeError: not ``[B, H, T, D]`` with D >= 1; none of :data:`TYPES`.
+        BackendError: D is over :data:`LARGEST_SIZE`.
+    """
+    if rows.ndim != 4 or not rows.shape[-1]:
+        raise ShapeError(f"{name} must be [B, H, T, D] with D >= 1, got {tuple(rows.shape)}")
+    if rows.dtype not in TYPES:
+        raise DtypeError(
+            f"Triton kernels take {', '.join(map(str, TYPES))}, got {name} of {rows.dtype}; use backend='reference'"
+        )
+    if rows.shape[-1] > LARGEST_SIZE:
+        raise BackendError(
+            f"Triton kernels hold rows of up to {LARGEST_SIZE} entries, got {name} of {rows.shape[-1]}; "
+            "use backend='reference'"
+        )
+
+
+def check_slots(keys: Tensor, values: Tensor, degree: Tensor, positions: Tensor) -> None:
+    """Refuse the tensors of a state that do not fit together, or that the kernels of a round cannot read.
+
+    Raises:
+        ShapeError, DtypeError, BackendError: see :func:`check_rows`; degree is not float32 or positions are not
+            int32 or int64 ``[B, H, T]``.
+    """
+    check_rows(keys, "keys")
+    check_rows(values, "values")
+    if values.shape[:3] != keys.shape[:3] or values.dtype != keys.dtype:
+        raise ShapeError(
+            f"keys {keys.dtype} {tuple(keys.shape)} and values {values.dtype} {tuple(values.shape)} must agree in "
+            "type, B, H and T"
+        )
+    for name, x, kinds in (
+        ("degree", degree, (torch.float32,)),
+        ("positions", positions, (torch.int32, torch.int64)),
+    ):
+        if x.shape != keys.shape[:3]:
+            raise ShapeError(f"{name} must be [B, H, T] = {tuple(keys.shape[:3])}, got {tuple(x.shape)}")
+        if x.dtype not in kinds:
+            raise DtypeError(f"{name} must be {' or '.join(map(str, kinds))}, got {x.dtype}")
+
+
+def padded(size: int) -> int:
+    """The power of two that holds ``size``, at least 16: the least that a product of tiles takes.
+
+    >>> padded(96), padded(3)
+    (128, 16)
+    """
+    return max(16, 1 << (size - 1).bit_length())
