@@ -34,7 +34,9 @@ def require_kernel(query: Tensor, keys: Tensor, values: Tensor) -> None:
         if size > LARGEST_SIZE:
             raise ShapeError(f"the Triton kernels take head sizes up to {LARGEST_SIZE}, {name} have {size}; {other}")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, keys, values)):
-        raise BackendError(f"the Triton kernels have no gradient, and an input requires one; {other}, or torch.no_grad()")
+        raise BackendError(
+            f"the Triton kernels have no gradient, and an input requires one; {other}, or torch.no_grad()"
+        )
 
 
 def kernel_fits(query: Tensor, keys: Tensor, values: Tensor) -> bool:

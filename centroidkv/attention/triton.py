@@ -40,12 +40,15 @@ class Tiles:
 
 
 def choose_tiles(rows: int, size: int, value_size: int, dtype: torch.dtype) -> Tiles:
-    """The tiles of a call with ``rows`` queries per KV head: no register spills on sm_90 (see ``cases``)."""
+    """The tiles of a call with ``rows`` query rows per KV head.
+
+    The largest that spill no registers on sm_90 even where strides and addresses are unaligned, so that every element
+    needs an address of its own (``cases`` compiles these).
+    """
     widest = padded(max(size, value_size))
-    if dtype == torch.float32:  # without tensor cores, and twice the bytes
-        return Tiles(16, 32 if widest <= 128 else 16, 4, 2)
-    height = 16 if rows <= 16 else 32
-    return Tiles(height, 64 if widest <= 128 else 32, 4, 2)
+    if dtype == torch.float32:  # multiplied without tensor cores, and twice the bytes
+        return Tiles(16, 32 if widest <= 64 else 16, 4 if widest <= 128 else 8, 2)
+    return Tiles(16 if rows <= 16 else 32, 64 if widest <= 128 else 32, 4 if widest <= 64 else 8, 2)
 
 
 def padded(size: int) -> int:
@@ -55,7 +58,7 @@ def padded(size: int) -> int:
 
 @triton.jit
 def product(a, b, WIDEN: tl.constexpr):
-    """a b in float32. WIDEN: Triton's interpreter multiplies bfloat16 numbers by their bit patterns."""
+    """The matrix product in float32. WIDEN: Triton's interpreter multiplies bfloat16 numbers by their bit patterns."""
     if WIDEN:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -228,7 +231,8 @@ def degree_attention_triton(
             query, keys, values, degree, parts, lse, scale * LOG2_E,
             *query.stride(), *keys.stride(), *values.stride(), *degree.stride(),
             heads, groups, length, slots, stretch, splits,
-            size, value_size, causal and length > 1, widen(query.dtype), tiles.rows, tiles.slots, padded(size), padded(value_size),
+            size, value_size, causal and length > 1, widen(query.dtype),
+            tiles.rows, tiles.slots, padded(size), padded(value_size),
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         join(parts, lse, out)
@@ -249,10 +253,10 @@ def cases() -> list[KernelCase]:
             KernelCase(
                 name=f"attention split d{size} {kind} {length} token{'s' * (length > 1)}",
                 kernel=split_kernel,
-                signature={name: f"*{kind}" for name in ("query", "keys", "values")}
-                | {name: "*fp32" for name in ("degree", "out", "lse")}
+                signature=dict.fromkeys(("query", "keys", "values"), f"*{kind}")
+                | dict.fromkeys(("degree", "out", "lse"), "*fp32")
                 | {"scale": "fp32"}
-                | {name: "i32" for name in strides + sizes},
+                | dict.fromkeys(strides + sizes, "i32"),
                 constants={"q_d": 1, "k_d": 1, "v_d": 1, "n_t": 1, "D": size, "DV": size, "CAUSAL": length > 1}
                 | {"WIDEN": False, "BLOCK_R": tiles.rows, "BLOCK_T": tiles.slots}
                 | {"BLOCK_D": padded(size), "BLOCK_DV": padded(size)},
