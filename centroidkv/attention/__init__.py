@@ -15,7 +15,7 @@ from centroidkv.errors import BackendError, DeviceError, DtypeError, ShapeError
 FEW_QUERIES = 16
 """Up to so many new tokens "auto" takes the kernel that splits the slots; more fill a GPU without splitting."""
 
-__all__ = ["degree_attention", "paged_degree_attention"]
+__all__ = ["chosen_backend", "degree_attention", "paged_degree_attention"]
 
 
 def _triton(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, scale: float, causal: bool) -> Tensor:
@@ -66,8 +66,7 @@ def degree_attention(
     """
     _check(query, keys, values, degree, causal)
     if backend == "auto":
-        few = query.device.type == "cuda" and query.shape[2] <= FEW_QUERIES
-        backend = "triton" if few and kernel_fits(query, keys, values) else "sdpa"
+        backend = chosen_backend(query, keys, values)
     if backend not in BACKENDS:
         raise BackendError(f"backend is 'auto' or one of {sorted(BACKENDS)}, got {backend!r}")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -76,6 +75,17 @@ def degree_attention(
     if keys.shape[2] == 0 or query.numel() == 0 or values.shape[3] == 0:
         return query.new_zeros(*query.shape[:3], values.shape[-1])
     return BACKENDS[backend](query, keys, values, degree, scale, causal)
+
+
+def chosen_backend(query: Tensor, keys: Tensor, values: Tensor) -> str:
+    """What "auto" runs for such tensors.
+
+    >>> import torch
+    >>> chosen_backend(*torch.zeros(3, 1, 1, 1, 8))
+    'sdpa'
+    """
+    few = query.device.type == "cuda" and query.shape[2] <= FEW_QUERIES
+    return "triton" if few and kernel_fits(query, keys, values) else "sdpa"
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, causal: bool) -> None:
