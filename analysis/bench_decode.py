@@ -8,6 +8,9 @@ Every variant adds ln(degree) to its logits and reads a cache of all tokens, of 
 turns, and medians are compared, so that a busy machine disturbs every ratio alike. Between two calls a buffer larger
 than the processor's own caches is written: in a model, other layers' keys and values would have passed through.
 
+On a machine that others use too, set OMP_WAIT_POLICY=passive: by default threads spin while they wait for one that is
+not running, and with two of them that is most of what is measured.
+
 Triton's interpreter is for tests, so on the CPU the kernel is "not measured".
 """
 
