@@ -6,13 +6,25 @@ import math
 
 from torch import Tensor
 
+from centroidkv.attention.limits import kernel_fits, require_kernel
+from centroidkv.attention.paged import paged_degree_attention
 from centroidkv.attention.reference import degree_attention_reference
 from centroidkv.attention.sdpa import degree_attention_sdpa
 from centroidkv.errors import BackendError, DeviceError, DtypeError, ShapeError
 
-BACKENDS = {"reference": degree_attention_reference, "sdpa": degree_attention_sdpa}
+FEW_QUERIES = 16
+"""Up to so many new tokens "auto" takes the kernel that splits the slots; more fill a GPU without splitting."""
 
-__all__ = ["degree_attention"]
+__all__ = ["chosen_backend", "degree_attention", "paged_degree_attention"]
+
+
+def _triton(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, scale: float, causal: bool) -> Tensor:
+    from centroidkv.attention.triton import degree_attention_triton
+
+    return degree_attention_triton(query, keys, values, degree, scale, causal)
+
+
+BACKENDS = {"reference": degree_attention_reference, "sdpa": degree_attention_sdpa, "triton": _triton}
 
 
 def degree_attention(
@@ -37,8 +49,9 @@ def degree_attention(
         scale: factor on q.k; default 1 / sqrt(D).
         causal: the queries are the newest L tokens and own the last L slots: query i does not see slots after
             T - L + i. False: every query sees every slot. No difference for L = 1.
-        backend: "reference" (explicit, float32), "sdpa" (PyTorch's fused attention, grouped queries packed), or
-            "auto" (sdpa).
+        backend: "reference" (explicit, float32), "sdpa" (PyTorch's fused attention, grouped queries packed), "triton"
+            (a kernel that splits the slots; no gradients), or "auto": triton for up to 16 queries on a GPU if it can
+            compute them, else sdpa.
 
     Returns:
         ``[B, Hq, L, Dv]`` in the query's dtype. A query that sees no live slot gets zeros.
@@ -53,13 +66,26 @@ def degree_attention(
     """
     _check(query, keys, values, degree, causal)
     if backend == "auto":
-        backend = "sdpa"
+        backend = chosen_backend(query, keys, values)
     if backend not in BACKENDS:
         raise BackendError(f"backend is 'auto' or one of {sorted(BACKENDS)}, got {backend!r}")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if keys.shape[2] == 0 or query.numel() == 0:
+    if backend == "triton":
+        require_kernel(query, keys, values)  # also where there is nothing to compute
+    if keys.shape[2] == 0 or query.numel() == 0 or values.shape[3] == 0:
         return query.new_zeros(*query.shape[:3], values.shape[-1])
     return BACKENDS[backend](query, keys, values, degree, scale, causal)
+
+
+def chosen_backend(query: Tensor, keys: Tensor, values: Tensor) -> str:
+    """What "auto" runs for such tensors.
+
+    >>> import torch
+    >>> chosen_backend(*torch.zeros(3, 1, 1, 1, 8))
+    'sdpa'
+    """
+    few = query.device.type == "cuda" and query.shape[2] <= FEW_QUERIES
+    return "triton" if few and kernel_fits(query, keys, values) else "sdpa"
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, causal: bool) -> None:

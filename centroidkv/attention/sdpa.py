@@ -25,9 +25,12 @@ def degree_attention_sdpa(
         newest = torch.arange(slots - length, slots, device=query.device)
         hidden = (place > newest[:, None]).repeat(query_heads // heads, 1)
         bias = bias.masked_fill(hidden, -torch.inf)
-    blind = (bias == -torch.inf).all(-1, keepdim=True)
+    blind = bias.amax(-1, keepdim=True) == -torch.inf
     # Kernels differ on rows without a single finite logit; give such rows a harmless bias and zero them afterwards.
-    bias = bias.masked_fill(blind, 0.0)
+    # On the CPU it costs nothing to see that there are none, and every pass over the slots is one more wait for all
+    # threads; a GPU would have to be waited for, and a compiler cannot look.
+    if bias.device.type != "cpu" or torch.compiler.is_compiling() or blind.any():
+        bias = bias.masked_fill(blind, 0.0)
     if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
         bias = bias.to(query.dtype)  # CUDA kernels want the query's type; ln N < 16 keeps two decimals in it
     out = scaled_dot_product_attention(packed, keys, values, attn_mask=bias, scale=scale)

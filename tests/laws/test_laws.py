@@ -4,6 +4,7 @@ import math
 import os
 
 import pytest
+import torch
 
 import centroidkv.aggregate
 import centroidkv.matching
@@ -12,6 +13,7 @@ import centroidkv.preserve
 import centroidkv.schedule
 import centroidkv.similarity
 from centroidkv import testing
+from centroidkv.attention import degree_attention
 from tests.laws import stages
 
 CHECKS = {
@@ -61,6 +63,18 @@ def test_stage_obeys_the_laws_of_its_family(check, stage, options):
 def test_sdpa_equals_the_reference():
     reference, sdpa = (stage for stage, _ in stages.ATTENTIONS)
     testing.check_backend(sdpa, reference, "attention")
+
+
+def test_the_kernel_equals_the_reference():
+    pytest.importorskip("triton")
+    reference, _ = (stage for stage, _ in stages.ATTENTIONS)
+
+    def kernel(query, *others, causal):
+        # The law's cases have every type, the kernel has no float64 and says so.
+        chosen = "reference" if query.dtype == torch.float64 else "triton"
+        return degree_attention(query, *others, causal=causal, backend=chosen)
+
+    testing.check_backend(kernel, reference, "attention", examples=25)
 
 
 @pytest.mark.parametrize("family", ["preserve", "partition", "similarity", "matching", "aggregate", "schedule"])
