@@ -17,13 +17,9 @@ Triton's interpreter is for tests, so on the CPU the kernel is "not measured".
 from __future__ import annotations
 
 import argparse
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +28,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
-from analysis.store import environment, write_json
+from analysis.store import device_name, environment, write_json
+from analysis.timing import seconds
 from centroidkv.attention import chosen_backend, degree_attention
 from centroidkv.cli.demo import format_table
 from centroidkv.kernels import why_not_triton
 
 SHARES = (1.0, 0.5, 0.25)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLUSHED = {"cpu": 2**25, "cuda": 2**28}
-"""Bytes written between calls: more than a core's second level cache, more than a GPU's."""
-
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -95,22 +89,6 @@ def inputs(tokens: int, options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return query, keys, values, degree
 
 
-def seconds(call: Callable[[], Any], flush: Tensor) -> float:
-    """How long one call takes on a device whose caches hold something else."""
-    flush.fill_(1)
-    if flush.is_cuda:
-        # Events leave out what the CPU needs to launch; the flush before them hides it anyway.
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
-    before = time.perf_counter()
-    call()
-    return time.perf_counter() - before
-
-
 @torch.no_grad()
 def measure(tokens: int, options: Any) -> dict[str, list[float] | None]:
     """Median seconds of every variant over every share of the cache; None: not measured."""
@@ -119,15 +97,13 @@ def measure(tokens: int, options: Any) -> dict[str, list[float] | None]:
     for share in SHARES:
         slots = max(1, int(share * tokens))
         caches.append(tuple(x[:, :, :slots].contiguous() for x in (keys, values, degree)))
-    flush = torch.empty(FLUSHED[torch.device(options.device).type], dtype=torch.uint8, device=options.device)
     names = [name for name in options.variants if why_not_measured(name, options.device) is None]
-    taken: dict[tuple[str, int], list[float]] = {(name, i): [] for name in names for i in range(len(SHARES))}
-    for turn in range(options.repeats + 1):
-        for (name, i), times in taken.items():
-            spent = seconds(lambda name=name, i=i: VARIANTS[name](query, *caches[i]), flush)
-            if turn:  # the first turn compiles and allocates
-                times.append(spent)
-    medians = {key: statistics.median(times) for key, times in taken.items()}
+    calls = {
+        (name, i): lambda name=name, cache=cache: VARIANTS[name](query, *cache)
+        for name in names
+        for i, cache in enumerate(caches)
+    }
+    medians = seconds(calls, options.repeats, options.device, flush=True)
     return {
         name: [medians[name, i] for i in range(len(SHARES))] if name in names else None for name in options.variants
     }
@@ -147,16 +123,6 @@ def table(results: dict[int, dict[str, list[float] | None]]) -> str:
             versus = f"{baseline[0] / full:.2f}" if baseline else ""
             rows.append((str(tokens), name, f"{1e3 * full:.3f}", f"{full / half:.2f}", f"{full / quarter:.2f}", versus))
     return format_table(header, rows)
-
-
-def device_name(device: str) -> str:
-    """The model of the GPU or of the processor."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    described = Path("/proc/cpuinfo")
-    lines = described.read_text().splitlines() if described.exists() else []
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found else platform.processor() or platform.machine()
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -186,20 +152,18 @@ def main(argv: list[str] | None = None) -> None:
     chosen = chosen_backend(*inputs(1, options)[:3])
     if options.json:
         settings = {key: value for key, value in vars(options).items() if key != "json"}
-        versions = environment() | {"triton": triton_version(), "device": name}
-        content = {"environment": versions, "settings": settings, "auto": chosen, "shares": SHARES, "seconds": results}
+        content = {
+            "environment": environment(options.device),
+            "settings": settings,
+            "auto": chosen,
+            "shares": SHARES,
+            "seconds": results,
+        }
         write_json(options.json, content)
     shape = f"{options.heads} KV heads, {options.groups} queries each, size {options.size}, {options.dtype}"
     threads = f", {options.threads} threads" if torch.device(options.device).type == "cpu" else ""
     print(f"{name}{threads}; {shape}; degree_attention's backend='auto' is {chosen!r} here\n")
     print(table(results))
-
-
-def triton_version() -> str:
-    """Of the installed package, without importing it."""
-    from importlib.metadata import version
-
-    return version("triton") if find_spec("triton") else "not installed"
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ def run_real(model: Any, tokenizer: Any, text: str, tokens: int, options: Any) -
     return taken | steps(model, {"full": full, "quarter": small}, options.steps)
 
 
-def main() -> None:
-    """Measure and print both tables."""
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m or a model folder")
     parser.add_argument(
@@ -136,7 +136,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="write the results there")
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print both tables."""
+    options = arguments(argv)
     torch.set_num_threads(options.threads)
     real, random = {}, {}
     if options.contexts:
@@ -152,7 +157,10 @@ def main() -> None:
         print(f"random Llama, {options.layers} layers, preset {options.preset}\n\n{random_table(random)}")
     if options.json:
         settings = {key: value for key, value in vars(options).items() if key not in ("json", "text")}
-        write_json(options.json, {"environment": environment(), "settings": settings, "real": real, "random": random})
+        write_json(
+            options.json,
+            {"environment": environment(options.device), "settings": settings, "real": real, "random": random},
+        )
 
 
 def library_text() -> str:

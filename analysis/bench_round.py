@@ -87,8 +87,8 @@ def measure(tokens: int, options: Any) -> dict[str, float]:
     return taken
 
 
-def main() -> None:
-    """Measure every length and print the table."""
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**n for n in range(13, 18)])
     parser.add_argument("--heads", type=int, default=8)
@@ -99,13 +99,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--slow", type=int, default=16384, help="longest length for all pairs, k-means, the reference")
     parser.add_argument("--json", type=Path, help="write the results there")
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure every length and print the table."""
+    options = arguments(argv)
     torch.set_num_threads(options.threads)
     results = {n: measure(n, options) for n in tqdm(options.tokens, file=sys.stderr, leave=False)}
     print(table(results))
     if options.json:
         settings = {key: value for key, value in vars(options).items() if key != "json"}
-        write_json(options.json, {"environment": environment(), "settings": settings, "seconds": results})
+        write_json(options.json, {"environment": environment(options.device), "settings": settings, "seconds": results})
 
 
 def table(results: dict[int, dict[str, float]]) -> str:

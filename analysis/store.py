@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import centroidkv
 from centroidkv.errors import EvaluationError
 
 
-def environment() -> dict[str, str]:
-    """Versions and the commit of this checkout, with ``+`` if files differ from it; ``unknown`` outside git."""
+def environment(device: str | None = None) -> dict[str, str]:
+    """Versions and the commit of this checkout, with ``+`` if files differ from it; ``unknown`` outside git.
+
+    With a device, also its name and Triton's version: what times depend on.
+    """
     here = Path(__file__).parent
     try:
         asked = (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain"])
@@ -30,7 +34,22 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-    }
+    } | ({"triton": triton_version(), "device": device_name(device)} if device else {})
+
+
+def device_name(device: str) -> str:
+    """The model of the GPU or of the processor."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor() or platform.machine()
+
+
+def triton_version() -> str:
+    """Of the installed package, without importing it."""
+    return version("triton") if find_spec("triton") else "not installed"
 
 
 def write_json(path: Path, content: Any) -> None:
