@@ -1,0 +1,62 @@
+"""Room to grow: buffers with spare slots, so that a new token is written instead of the whole cache copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from centroidkv.state import KVState
+
+SPARE = 64
+"""Slots to spare when buffers are made: the cache is copied once in so many tokens instead of at every one."""
+
+
+class Room:
+    """Buffers behind a growing state, whose tensors are views of their fronts.
+
+    Only slots behind the state are ever written, so a state handed out earlier never changes. One room serves one state
+    at a time: a state that came from elsewhere (compressed, reordered, cropped) is copied into new buffers first.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def extend(self, state: KVState, new: KVState) -> KVState:
+        """``state`` with the slots of ``new`` behind it; its tensors are views, valid until the state is replaced.
+
+        Args:
+            state: no slot data.
+            new: as many rows and heads, the same types.
+        """
+        length = state.slots + new.slots
+        if not self._holds(state, length):
+            self._buffers = {name: _roomy(tensor, length + SPARE) for name, tensor in _tensors(state).items()}
+        for name, tensor in _tensors(new).items():
+            self._buffers[name][:, :, state.slots : length] = tensor
+        views = {name: buffer[:, :, :length] for name, buffer in self._buffers.items()}
+        return replace(state, **views, seen=state.seen + new.seen)
+
+    def _holds(self, state: KVState, length: int) -> bool:
+        """Whether ``state`` is the front of these buffers, and ``length`` slots fit."""
+        keys = self._buffers.get("keys")
+        return (
+            keys is not None
+            and keys.shape[2] >= length
+            and all(
+                tensor.data_ptr() == self._buffers[name].data_ptr()
+                and tensor.stride() == self._buffers[name].stride()
+                and tensor.shape[:2] == self._buffers[name].shape[:2]
+                for name, tensor in _tensors(state).items()
+            )
+        )
+
+
+def _tensors(state: KVState) -> dict[str, Tensor]:
+    return {name: getattr(state, name) for name in ("keys", "values", "degree", "positions")}
+
+
+def _roomy(x: Tensor, slots: int) -> Tensor:
+    buffer = x.new_empty(*x.shape[:2], slots, *x.shape[3:])
+    buffer[:, :, : x.shape[2]] = x
+    return buffer
