@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test thorough slow peers fidelity lint format doctest clean
+.PHONY: help demo test thorough slow peers fidelity bench lint format doctest clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -55,6 +55,15 @@ fidelity: $(PEERS)/.ready $(VENV)/.test ## Quality against kvpress on two models
 		$(PEERS)/bin/python -m analysis.fidelity --model $$model --texts $(TEXTS) --length 1000 \
 			--results results/fidelity_$$model.json --picture docs/pictures/fidelity_$$model.png || exit 1; \
 	done
+
+# Threads that wait sleep instead of spinning: on a machine with other work, spinning is most of what would be measured.
+BENCH := OMP_WAIT_POLICY=passive $(BIN)/python -m
+bench: $(VENV)/.test ## Times of rounds, decoding and generation; kernels compiled for GPUs that are not there (half an hour)
+	$(BENCH) analysis.bench_round --json results/bench_round.json
+	$(BENCH) analysis.bench_decode --json results/bench_decode.json
+	$(BENCH) analysis.bench_generate --json results/bench_generate.json
+	$(BENCH) analysis.compile_kernels --json results/compile_kernels.json
+	$(BENCH) analysis.kernel_bytes
 
 thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)
