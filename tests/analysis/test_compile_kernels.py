@@ -19,15 +19,13 @@ def run(*arguments, interpret=False):
 
 def test_no_default_configuration_spills_on_sm_90(tmp_path):
     path = tmp_path / "kernels.json"
-    # The most used of the configurations, to take seconds; the script on its own compiles all of them.
-    done = run("--targets", "sm_90", "--only", "d128 (bf16|fp32)", "--json", str(path))
+    # The most used size and type, to take seconds; the script on its own compiles all of them.
+    done = run("--targets", "sm_90", "--only", "d128 bf16", "--json", str(path))
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     assert {"triton", "torch", "commit"} <= found["environment"].keys()
     kernels = {one["kernel"]: one for one in found["kernels"]}
-    assert {f"{name} d128 {kind}" for name in ("matching", "merge", "round") for kind in ("bf16", "fp32")} <= set(
-        kernels
-    )
+    assert {f"{name} d128 bf16" for name in ("matching", "merge", "round") for kind in ("bf16", "fp32")} <= set(kernels)
     assert not [name for name, one in kernels.items() if one["default"] and one["spilled_bytes"]]
     assert all(0 < one["registers"] <= 255 and one["instructions"] > 100 for one in kernels.values())
     assert done.stdout.splitlines()[-1].startswith("| ")
