@@ -176,7 +176,12 @@ def cases() -> list[KernelCase]:
         lists = dict.fromkeys(("kept", "order", "start", "end"), "*i32")
         others = {"degree": "*fp32", "degree_out": "*fp32", "positions": "*i64", "positions_out": "*i64"}
         for size in (64, 96, 128, 256):
-            constants = {"SIZE": padded(size), "VALUE_SIZE": padded(size), "ROWS": ROWS, "keys_d": 1, "values_d": 1}
+            constants = {
+                "SIZE": padded(size),
+                "VALUE_SIZE": padded(size),
+                "ROWS": ROWS,
+                **dict.fromkeys(("keys_d", "values_d", "degree_t", "positions_t"), 1),
+            }
             found.append(
                 KernelCase(f"merge d{size} {kind}", _merge, rows | lists | others | strides | numbers, constants)
             )

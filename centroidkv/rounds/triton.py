@@ -260,6 +260,6 @@ def cases() -> list[KernelCase]:
         signature = rows | others | {"starts": "*i32"} | strides | numbers
         for size in (64, 96, 128, 256):
             blocks, warps = _tiles(size, size, 256, dtype)
-            constants = {**blocks, "keys_d": 1, "values_d": 1}
+            constants = {**blocks, **dict.fromkeys(("keys_d", "values_d", "degree_t", "positions_t"), 1)}
             found.append(KernelCase(f"round d{size} {kind}", _round, signature, constants, warps, stages=1))
     return found

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hypothesis.strategies import SearchStrategy
 
-from centroidkv.testing import attention_laws, matching_laws
+from centroidkv.testing import attention_laws, matching_laws, round_laws
 from centroidkv.testing.aggregate_laws import MergeCase, expect_merged_close, merges
 from centroidkv.testing.aggregate_laws import run as run_aggregator
 from centroidkv.testing.law import Law, expect, law
+from centroidkv.testing.round_laws import RoundCase, rounds
 from centroidkv.testing.strategies import AttentionCase, MatchCase, attentions, matches
 from centroidkv.testing.tolerances import attention_bound, score_bound
 
@@ -53,21 +55,43 @@ def attends_as_the_reference(pair: Pair, case: AttentionCase) -> None:
     attention_laws._expect_close(pair.fast(*tensors, causal=case.causal), theirs, bound)
 
 
+@law("does the same round as the reference; ties may be broken otherwise where rounding decides them", rounds)
+def rounds_as_the_reference(pair: Pair, case: RoundCase) -> None:
+    before = case.state.state()
+    ours, theirs = (round_laws.run(way, case) for way in (pair.fast, pair.reference))
+    round_laws.expect_a_round(case, before, ours)
+    round_laws.expect_the_same_round(case, before, ours, theirs)
+
+
 LAWS: dict[str, Law] = {
     "matching": matches_as_well,
     "aggregate": merges_as_the_reference,
     "attention": attends_as_the_reference,
+    "round": rounds_as_the_reference,
 }
 
 
 def check_backend(
-    fast: Callable[..., Any], reference: Callable[..., Any], family: str, examples: int | None = None
+    fast: Callable[..., Any],
+    reference: Callable[..., Any],
+    family: str,
+    examples: int | None = None,
+    cases: SearchStrategy[Any] | None = None,
 ) -> None:
-    """Check that ``fast`` equals ``reference``; ``family`` is "matching", "aggregate" or "attention".
+    """Check that ``fast`` equals ``reference``.
+
+    Args:
+        fast: the implementation to check.
+        reference: the one that defines it, called with the same arguments.
+        family: "matching" or "aggregate" (stages), "attention" (called as ``degree_attention``) or "round" (called
+            as ``(keys, values, degree, positions, chunk, quotas)``, alternating chunks, ranked within each).
+        examples: tries.
+        cases: inputs, for a fast path that promises less than the reference (``strategies.matches(splits=...)``).
 
     >>> from functools import partial
     >>> from centroidkv.attention import degree_attention
     >>> fast, slow = partial(degree_attention, backend="sdpa"), partial(degree_attention, backend="reference")
     >>> check_backend(fast, slow, "attention", examples=5)
     """
-    LAWS[family].check(Pair(fast, reference), examples)
+    law = LAWS[family]
+    (law if cases is None else replace(law, cases=cases)).check(Pair(fast, reference), examples)

@@ -134,12 +134,12 @@ class MatchCase:
         return capacity * self.percent // 100
 
 
-def matches(**state_options: Any) -> st.SearchStrategy[MatchCase]:
-    """Cases for matchers: states of at least one slot, any partition, any number of edges."""
+def matches(splits: tuple[str, ...] = tuple(sorted(PARTITIONS)), **state_options: Any) -> st.SearchStrategy[MatchCase]:
+    """Cases for matchers: states of at least one slot, any partition of ``splits``, any number of edges."""
     return st.builds(
         MatchCase,
         state=states(**{"least": 1, "dtypes": ("float32",), **state_options}),
-        split=st.sampled_from(sorted(PARTITIONS)),
+        split=st.sampled_from(splits),
         chunk_size=st.one_of(st.none(), st.integers(2, 9)),
         percent=st.integers(0, 100),
     )

@@ -25,7 +25,7 @@ from centroidkv.testing import (
     preserve_laws,
     similarity_laws,
 )
-from tests.laws.stages import small
+from tests.laws.stages import round_by_stages, small
 
 good_split = Alternating(6)
 
@@ -509,6 +509,46 @@ ATTENTION = {
     },
 }  # fmt: skip
 
+
+def changed_round(change):
+    """A pair of the round as the stages do it, with one thing changed, and that round itself."""
+
+    def run(keys, values, degree, positions, chunk, quotas):
+        return change(keys, values, degree, positions, chunk, quotas)
+
+    return backend_laws.Pair(run, round_by_stages)
+
+
+def unweighted_round(keys, values, degree, positions, chunk, quotas):
+    plain = round_by_stages(keys, values, torch.ones_like(degree), positions, chunk, quotas)
+    return (*plain[:2], *round_by_stages(keys, values, degree, positions, chunk, quotas)[2:])
+
+
+def first_sources_round(keys, values, degree, positions, chunk, quotas):
+    """Ranks by place instead of similarity: equal keys make every source as good as any."""
+    alike = round_by_stages(torch.ones_like(keys), values, degree, positions, chunk, quotas)
+    return (round_by_stages(keys, values, degree, positions, chunk, quotas)[0], *alike[1:])
+
+
+def shorter_chunk_round(keys, values, degree, positions, chunk, quotas):
+    """Chunks one slot off."""
+    return round_by_stages(keys, values, degree, positions, chunk + 1, quotas)
+
+
+def swapped_round(keys, values, degree, positions, chunk, quotas):
+    """Stays and leavers compacted one after the other: the first two slots change places."""
+    out = round_by_stages(keys, values, degree, positions, chunk, quotas)
+    order = torch.arange(out[0].shape[2])
+    order[:2] = order[:2].flip(0)
+    return tuple(x[:, :, order] for x in out)
+
+
+def coarse_round(keys, values, degree, positions, chunk, quotas):
+    """Everything written through the mean, in half precision: slots that nothing joined move in the last bits."""
+    out = round_by_stages(keys, values, degree, positions, chunk, quotas)
+    return (out[0], (out[1].float() * (1 + 2**-6)).to(values.dtype), *out[2:])
+
+
 BACKEND = {
     backend_laws.matches_as_well: {
         "least similar": backend_laws.Pair(Wrapped(least_similar), BipartiteSoftMatching()),
@@ -521,6 +561,13 @@ BACKEND = {
     backend_laws.attends_as_the_reference: {
         "bias forgotten": backend_laws.Pair(attend(lambda q, k, v, n, c: base(q, k, v, (n > 0).float(), c)), attend(base)),
         "always causal": backend_laws.Pair(attend(lambda q, k, v, n, c: base(q, k, v, n, True)), attend(base)),
+    },
+    backend_laws.rounds_as_the_reference: {
+        "mean without degree": changed_round(unweighted_round),
+        "the first sources leave": changed_round(first_sources_round),
+        "chunks one slot off": changed_round(shorter_chunk_round),
+        "two slots out of order": changed_round(swapped_round),
+        "lone slots rewritten": changed_round(coarse_round),
     },
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from centroidkv import Budget, Compressor, presets
+from centroidkv import Budget, Compressor, KVState, presets
 from centroidkv.aggregate import DegreeWeightedMean, KeepTargetKey
 from centroidkv.attention import degree_attention
 from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching, WardMatching
@@ -93,6 +93,15 @@ COMPRESSORS = [
     # Presets set 68 slots aside, so of states with at most 90 slots those of 77 and more are compressed.
     *((preset(0.9), {}) for preset in presets.ALL.values()),
 ]
+
+
+def round_by_stages(keys, values, degree, positions, chunk, quotas):
+    """A round ranked within chunks as the stages do it: what a fused round is held to."""
+    parts = Compressor.builder().partition(Alternating(chunk)).matching(BipartiteSoftMatching("chunk")).budget(0.5)
+    after = parts.build()._round(KVState(keys, values, degree, positions), keys.shape[2] - sum(quotas))
+    return after.keys, after.values, after.degree, after.positions
+
+
 ATTENTIONS = [
     (partial(degree_attention, backend="reference"), {}),
     (partial(degree_attention, backend="sdpa"), {}),
