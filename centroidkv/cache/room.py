@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class Room:
             self._buffers = {name: _roomy(tensor, length + SPARE) for name, tensor in _tensors(state).items()}
         for name, tensor in _tensors(new).items():
             self._buffers[name][:, :, state.slots : length] = tensor
-        views = {name: buffer[:, :, :length] for name, buffer in self._buffers.items()}
+        views: dict[str, Any] = {name: buffer[:, :, :length] for name, buffer in self._buffers.items()}
         return replace(state, **views, seen=state.seen + new.seen)
 
     def _holds(self, state: KVState, length: int) -> bool:
