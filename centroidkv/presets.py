@@ -32,6 +32,18 @@ def centroidkv(budget: Budget | float = QUARTER) -> Compressor:
     )
 
 
+def quick(budget: Budget | float = QUARTER) -> Compressor:
+    """:func:`centroidkv` with shorter chunks and larger steps: a third of its time, as good on prose. Numbers ours."""
+    return (
+        Compressor.builder()
+        .preserve(Sinks(4), Recent(64))
+        .partition(Alternating(chunk_size=64))
+        .schedule(LinearAnnealing(initial=0.2, delta=0.01))
+        .budget(budget)
+        .build()
+    )
+
+
 def distinctive(budget: Budget | float = QUARTER) -> Compressor:
     """Chunked soft matching that sets aside the keys of highest statistical leverage before RoPE. Ours.
 
@@ -132,6 +144,6 @@ def knorm(budget: Budget | float = QUARTER) -> Compressor:
 
 ALL = {
     preset.__name__: preset
-    for preset in (balanced, centroidkv, distinctive, tome, kmeans, streaming_llm, keydiff, knorm)
+    for preset in (balanced, centroidkv, quick, distinctive, tome, kmeans, streaming_llm, keydiff, knorm)
 }
 """Every preset by name."""
