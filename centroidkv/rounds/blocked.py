@@ -61,7 +61,10 @@ def blocked_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings:
     """
     batch, heads, slots, size = state.keys.shape
     begin = int(free[0, 0].sum())
-    lengths = [slots - begin + left for left in (begin, *sizes)]
+    steps = [left for before, left in pairwise((begin, *sizes)) if left < before]
+    if not steps:
+        return replace(state, rounds=state.rounds + len(sizes))
+    lengths = [slots - begin + left for left in (begin, *steps)]
     final, count = lengths[-1], batch * heads
     weights = {"degree": state.degree} | {name: state.slot_data[name] for name in SUMMED if name in state.slot_data}
 
@@ -80,7 +83,7 @@ def blocked_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings:
             free.flatten(0, 1)[group],
         )
         out = [x.flatten(0, 1)[group].flatten(0, 1) for x in (keys, values)]
-        several = len(sizes) > 1  # then rounds share a buffer, whose front is the result in the end
+        several = len(steps) > 1  # then rounds share a buffer, whose front is the result in the end
         room = [x.new_empty(walk.heads * lengths[1], x.shape[-1]) for x in out] if several else out
         scorer = settings.scorer(state, group)
         for before, after in pairwise(lengths):
@@ -122,8 +125,6 @@ class _Group:
 
     def round(self, edges: int, scorer: Scorer, settings: Settings, room: list[Tensor]) -> None:
         """Merge ``edges`` slots of every head; survivors go to the front of ``room``, which may be where they are."""
-        if edges < 1:
-            return
         if self.noted is None:
             keys = self.rows[0].split(MOVE)
             self.noted = torch.cat([scorer.note(part.to(self.dtype)) for part in keys])

@@ -10,6 +10,7 @@ from centroidkv.attention import degree_attention
 from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching, WardMatching
 from centroidkv.partition import Alternating, Halves, RandomSplit, Strided
 from centroidkv.preserve import Distinctive, Recent, Sinks
+from centroidkv.rounds.reference import one_round
 from centroidkv.schedule import Constant, FewestRounds, LinearAnnealing
 from centroidkv.similarity import Cosine, Dot, ExpectedLogits, NegativeEuclidean
 
@@ -98,7 +99,7 @@ COMPRESSORS = [
 def round_by_stages(keys, values, degree, positions, chunk, quotas):
     """A round ranked within chunks as the stages do it: what a fused round is held to."""
     parts = Compressor.builder().partition(Alternating(chunk)).matching(BipartiteSoftMatching("chunk")).budget(0.5)
-    after = parts.build()._round(KVState(keys, values, degree, positions), keys.shape[2] - sum(quotas))
+    after = one_round(parts.build().stages, KVState(keys, values, degree, positions), keys.shape[2] - sum(quotas))
     return after.keys, after.values, after.degree, after.positions
 
 

@@ -7,15 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from centroidkv import Budget, Compressor
+from centroidkv import Budget, Compressor, KVState
 from centroidkv.errors import BackendError
 from centroidkv.matching import BipartiteSoftMatching, WardMatching
 from centroidkv.partition import Alternating, Halves
 from centroidkv.preserve import Distinctive, Recent, Sinks
-from centroidkv.rounds import blocked
+from centroidkv.rounds import blocked, blocked_rounds
 from centroidkv.schedule import LinearAnnealing
 from centroidkv.similarity import Cosine, Dot, ExpectedLogits
+from centroidkv.testing import check_backend
 from centroidkv.testing.strategies import StateCase, states
+from tests.laws.stages import round_by_stages
 
 WARD = {"similarity": ExpectedLogits(), "matching": WardMatching(passage=0.5)}
 METHODS = {
@@ -33,6 +35,16 @@ def build(method, chunk, preservers=(), rate=0.3, budget=0.3, backend="auto"):
     for name, stage in METHODS[method].items():
         builder = getattr(builder, name)(stage)
     return builder.schedule(LinearAnnealing(rate, 0.02)).build(backend=backend)
+
+
+def round_in_blocks(keys, values, degree, positions, chunk, quotas):
+    state = KVState(keys, values, degree, positions)
+    after = blocked_rounds(state, state.live, [keys.shape[2] - sum(quotas)], build("chunk", chunk).fast_path)
+    return after.keys, after.values, after.degree, after.positions
+
+
+def test_a_round_obeys_the_law_of_fast_paths():
+    check_backend(round_in_blocks, round_by_stages, "round")
 
 
 def expect_same(fast, reference):
