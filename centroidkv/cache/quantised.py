@@ -17,7 +17,7 @@ from centroidkv.state import KVState, accumulation_dtype
 class Codes:
     """Numbers ``[..., n]`` as codes q of ``bits`` bits: x' = low + step * q, with low and step per ``group`` numbers.
 
-    low = min x, step = (max x - min x) / (2^bits - 1), rounded up; q = round((x - low) / step). Groups are counted from
+    low = min x, step = (max x - min x) / (2^bits - 1); q = round((x - low) / step). Groups are counted from
     the end of the last axis, so the first one may be shorter; what stands in front (padding) does not move the others.
 
     Args:
@@ -65,8 +65,8 @@ class Codes:
             whole = step.to(acc).masked_fill(step == 0, 1)
             multiple = ((low.to(acc) / whole).floor() * whole).clamp(min=-limits.max)
             low = torch.where(step == 0, low, multiple.to(x.dtype))
-        else:  # rounded up in the narrow type, so that the highest code reaches the maximum
-            step = (width / levels * (1 + limits.eps) + smallest).masked_fill(width == 0, 0).to(x.dtype)
+        else:  # to nearest: rounding up would widen the range a little at every event
+            step = (width / levels).to(x.dtype).clamp(min=smallest).masked_fill(width == 0, 0)
         scale = step.to(acc).masked_fill(step == 0, 1)[..., None]
         code = ((blocks.to(acc) - low.to(acc)[..., None]) / scale).round().clamp(0, levels)
         code = code.masked_fill(~live, 0).to(torch.uint8).flatten(-2)[..., blocks.shape[-2] * group - length :]
@@ -82,15 +82,16 @@ class Codes:
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[..., : self.length]
         x = _blocks(codes, self.group).to(acc)
         x.mul_(self.step.to(acc)[..., None]).add_(self.low.to(acc)[..., None])
-        # The step was rounded up, so the last code may lie beyond the largest number of the type.
+        # The step was rounded, so the last code may lie beyond the largest number of the type.
         limit = torch.finfo(dtype).max
         return x.clamp_(-limit, limit).to(dtype).flatten(-2)[..., self.low.shape[-1] * self.group - self.length :]
 
     def bound(self) -> Tensor:
         """The largest |x - x'| ``[..., n]``: step / 2, and what arithmetic in this data type rounds away."""
-        eps = torch.finfo(self.low.dtype).eps
+        limits = torch.finfo(self.low.dtype)
         low, step = self.low.double().abs(), self.step.double()
-        each = step / 2 + 5 * eps * (low + (2**self.bits - 1) * step)
+        rounding = limits.eps * (low + (2**self.bits - 1) * step) + limits.smallest_normal * limits.eps * 2**self.bits
+        each = step / 2 + 5 * rounding
         return each.repeat_interleave(self.group, -1)[..., each.shape[-1] * self.group - self.length :]
 
 
@@ -177,21 +178,21 @@ def quantise(state: KVState, bits: int = 8, group: int = 32, nested: bool = Fals
 class Quantised(Storage):
     """Holds what was compressed in 8 or 4 bits between steps (:func:`quantise`); attention sees it dequantised.
 
-    At an event everything is dequantised, compressed and quantised again, slots that did not merge included, and among
-    new neighbours. So preserved slots are equal to what they were up to quantisation, not bit by bit. ``nested`` keeps
-    their error from growing with every event: it stays below the largest step their groups have had. Without it steps
-    are up to half as large, but slots are rounded anew each time (docs/transformers.md has the drift over 20 events).
+    At an event everything is dequantised, compressed and quantised again, slots that did not merge included. Values
+    keep their groups and hardly move; keys get new neighbours and are rounded anew, so preserved slots are equal to
+    what they were up to quantisation, not bit by bit, and their error grows: about twofold over 20 events. With
+    ``nested`` it hardly does, from twice as much (docs/transformers.md has the figures).
 
     Args:
         bits, group, nested: as :func:`quantise` has them.
 
     >>> Quantised(bits=4)
-    Quantised(bits=4, group=32, nested=True)
+    Quantised(bits=4, group=32, nested=False)
     """
 
     bits: int = 8
     group: int = 32
-    nested: bool = True
+    nested: bool = False
 
     def __post_init__(self) -> None:
         empty = torch.zeros(1, 1, 0, 1)

@@ -153,7 +153,7 @@ def test_channels_do_not_coarsen_each_other(make_state):
 
 
 @pytest.mark.parametrize(
-    "storage", [Exact(), Quantised(8), Quantised(4, group=8, nested=False), Offloaded(Quantised(4))]
+    "storage", [Exact(), Quantised(8), Quantised(4, group=8, nested=True), Offloaded(Quantised(4))]
 )
 def test_a_storage_gives_back_what_quantise_says(make_state, storage):
     state = make_state(50, queries=True)
@@ -162,7 +162,7 @@ def test_a_storage_gives_back_what_quantise_says(make_state, storage):
     if isinstance(storage, Exact):
         expected = state
     elif isinstance(storage, Offloaded):
-        expected = quantise(state, 4, nested=True).dequantise()
+        expected = quantise(state, 4).dequantise()
     else:
         expected = quantise(state, storage.bits, storage.group, storage.nested).dequantise()
     for name in ("keys", "values", "degree", "positions", "seen"):

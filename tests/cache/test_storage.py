@@ -16,7 +16,7 @@ from centroidkv.cache.storage import Storage
 from centroidkv.errors import CacheError, DtypeError, StageError
 from centroidkv.preserve import Recent, Sinks
 
-QUANTISED = [Quantised(8), Quantised(4, group=8), Offloaded(Quantised(8))]
+QUANTISED = [Quantised(8), Quantised(4, group=8, nested=True), Offloaded(Quantised(8))]
 ALIKE = [Exact(), Offloaded()]
 """Storages that must not change a bit."""
 FIELDS = ("keys", "values", "degree", "positions", "seen")
@@ -350,10 +350,11 @@ def test_the_drift_of_preserved_slots_over_20_events_is_bounded(bits, dtype):
         return torch.tensor(out)
 
     step = 8 / (2**bits - 2)  # of a range of up to 8 (normal numbers within four deviations)
-    nested = errors(Quantised(bits))
+    nested = errors(Quantised(bits, nested=True))
     assert bool((nested < 2 * step).all())
     assert bool((nested[-1] <= 2 * nested[0]).all())
-    drifting = errors(Quantised(bits, nested=False))
-    assert bool((drifting[0] <= nested[0] * 1.01).all())  # finer at first
-    assert drifting[-1, 0] > 2 * drifting[0, 0]
-    assert drifting[-1, 0] > nested[-1, 0]
+    tight = errors(Quantised(bits))
+    assert bool((tight[0] <= nested[0] * 1.01).all())  # finer at first
+    assert bool((tight[:, 1] <= 1.1 * tight[0, 1]).all())  # values keep their groups
+    assert 2 * tight[0, 0] < tight[-1, 0] < 5 * tight[0, 0]  # keys get new neighbours
+    assert tight[-1, 0] > nested[-1, 0]
