@@ -50,6 +50,10 @@ class CacheError(CentroidKVError):
     """An operation on a compressed cache has no exact answer (for instance un-merging merged slots)."""
 
 
+class SavedCacheError(CentroidKVError):
+    """A cache cannot be saved, or a file is not a saved cache that may be gone on with here."""
+
+
 class EvaluationError(CentroidKVError):
     """A benchmark request cannot be measured as asked: unknown preset, no question to split off, prompt too long."""
 

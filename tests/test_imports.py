@@ -47,6 +47,7 @@ OUTSIDE = {
     "transformers": {"integrations", "cli"},
     "vllm": {"integrations"},
     "lm_eval": {"integrations"},
+    "safetensors": {"integrations"},
     "kvpress": {"integrations"},
     "hypothesis": {"testing"},
     "matplotlib": {"cli"},

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from centroidkv.cache.clock import RowClock
+from centroidkv.cache.parts import Parts, Whole
 from centroidkv.cache.query_log import QueryLog, thin
+from centroidkv.cache.storage import Held, Storage
 from centroidkv.compressor import Compressor
-from centroidkv.dense import map_rows
-from centroidkv.errors import CacheError, RotaryError, StageError
+from centroidkv.dense import last_live, map_rows
+from centroidkv.errors import CacheError, DtypeError, RotaryError, StageError
 from centroidkv.queries import QUERIES
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
@@ -29,23 +34,30 @@ class GrowingState:
         compressor: what to do.
         interval: tokens between two compressions, >= 1.
         rotary: how keys are rotated, for stages that look at keys before RoPE.
+        storage: how what was compressed is held between steps (:mod:`centroidkv.cache.storage`); tokens since a row's
+            last event stay as they are. None: one state of all slots, as it is.
     """
 
-    def __init__(self, compressor: Compressor, interval: int, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self, compressor: Compressor, interval: int, rotary: Rotary | None = None, storage: Storage | None = None
+    ) -> None:
         if not isinstance(interval, int) or interval < 1:
             raise StageError(f"interval is a whole number of tokens >= 1, got {interval!r}")
+        if storage is not None and not isinstance(storage, Storage):
+            raise StageError(f"storage must have put and get, as Quantised(bits=8) or Offloaded(), got {storage!r}")
         self.compressor = compressor
         self.interval = interval
         self.rotary = rotary
+        self.storage = storage
         self.clear()
 
     def clear(self) -> None:
         """Forget everything but the configuration."""
-        self.state: KVState | None = None
+        self._kept: Whole | Parts | None = None
         self.logical = 0
         """Columns seen, padding included: what position ids and padding masks count."""
         self.seconds = 0.0
-        self._clocks: list[_RowClock] = []
+        self._clocks: list[RowClock] = []
         self._queries = QueryLog()
 
     def restore(self, state: KVState, logical: int) -> None:
@@ -58,8 +70,23 @@ class GrowingState:
         if any(tokens > logical for tokens in seen):
             raise CacheError(f"a state whose rows have seen {seen} tokens cannot stand for {logical} columns")
         self.clear()
-        self.state, self.logical = state, logical
-        self._clocks = [_RowClock(*row, since=0, events=1) for row in zip(seen, live, strict=True)]
+        self._kept, self.logical = self._begin(state), logical
+        self._clocks = [RowClock(*row, since=0, events=1) for row in zip(seen, live, strict=True)]
+        if self.storage is not None:
+            self._kept = self._kept.settle(last_live(state, max(live, default=0)), live, set(range(state.batch)))
+
+    def _begin(self, new: KVState) -> Whole | Parts:
+        return Whole(new) if self.storage is None else Parts.begin(self.storage, new)
+
+    @property
+    def state(self) -> KVState | None:
+        """Everything held, as attention sees it; with a storage put together (and dequantised) anew each time."""
+        return None if self._kept is None else self._kept.state()
+
+    @property
+    def like(self) -> KVState | None:
+        """Some state of the same batch, heads, channels, types and device, for those who need no contents."""
+        return None if self._kept is None else self._kept.like
 
     @property
     def events(self) -> int:
@@ -69,21 +96,21 @@ class GrowingState:
     @property
     def physical(self) -> int:
         """Slots held."""
-        return 0 if self.state is None else self.state.slots
+        return 0 if self._kept is None else self._kept.slots
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: keys, values, degrees, positions, and the queries asked since the last compression if kept."""
-        return 0 if self.state is None else self.state.nbytes + self._queries.nbytes
+        """Bytes held, on any device: keys, values, degrees, positions, and the queries since the last compression."""
+        return 0 if self._kept is None else self._kept.nbytes + self._queries.nbytes
 
     @property
     def nbytes_full(self) -> int:
         """Bytes of keys and values had nothing been compressed."""
-        if self.state is None:
+        if self._kept is None:
             return 0
-        keys, values = self.state.keys, self.state.values
-        per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
-        return self.state.batch * self.state.heads * self.logical * per_slot
+        like = self._kept.like
+        per_slot = (like.keys.shape[-1] + like.values.shape[-1]) * like.keys.element_size()
+        return like.batch * like.heads * self.logical * per_slot
 
     def append(
         self, keys: Tensor, values: Tensor, real: Tensor | None = None, queries: Tensor | None = None
@@ -105,26 +132,27 @@ class GrowingState:
                 "this compressor weighs slots by the model's queries: append(keys, values, real, queries=...), or "
                 f"choose one that needs none, such as presets.distinctive: {self.compressor!r}"
             )
-        grown = self._grow(keys, values, real)
+        longer = self._grow(keys, values, real)
+        grown = longer.state()
         length = keys.shape[2]
         new = [length] * keys.shape[0] if real is None else real.sum(-1).tolist()
-        clocks = [
-            clock.after(n, length) for clock, n in zip(self._clocks or [_RowClock()] * len(new), new, strict=True)
-        ]
+        clocks = [clock.after(n, length) for clock, n in zip(self._clocks or [RowClock()] * len(new), new, strict=True)]
         degree = grown.degree if self.events else None
         due = [row for row, clock in enumerate(clocks) if self._due(clock)]
         log = self._note(queries, grown, real)
-        kept, seconds = grown, 0.0
+        seconds = 0.0
         if due:
             start = time.perf_counter()
             kept = map_rows(grown, due, lambda rows: self._compress(rows, log, due))
-            seconds = time.perf_counter() - start
             live = kept.live.sum(-1).amax(-1).tolist()
             clocks = [clock.at_event(live[row]) if row in due else clock for row, clock in enumerate(clocks)]
+            # A row in which nothing ever merged can still be cropped: it stays as it is.
+            longer = longer.settle(kept, live, {row for row in due if clocks[row].events})
+            seconds = time.perf_counter() - start
         if log is not None:
             log.forget(due)
             self._queries = log
-        self.state, self._clocks = kept, clocks
+        self._kept, self._clocks = longer, clocks
         self.logical += length
         self.seconds += seconds
         return grown.keys, grown.values, degree
@@ -156,40 +184,40 @@ class GrowingState:
         """Per row, whether it has seen a real token; empty before the first append."""
         return [clock.seen > 0 for clock in self._clocks]
 
-    def _due(self, clock: _RowClock) -> bool:
+    def _due(self, clock: RowClock) -> bool:
         if clock.events and clock.since < self.interval:
             return False
         over = clock.live > self.compressor.budget.slots(clock.seen)
         return over and self.compressor.fits(clock.seen, clock.live)
 
-    def _grow(self, keys: Tensor, values: Tensor, real: Tensor | None) -> KVState:
+    def _grow(self, keys: Tensor, values: Tensor, real: Tensor | None) -> Whole | Parts:
         new = KVState.from_kv(keys, values, real, rotary=self.rotary)
         # int32 holds any position and is half the bytes.
-        start = 0 if self.state is None else self.state.seen[:, None, None]
+        start = 0 if self._kept is None else self._kept.like.seen[:, None, None]
         positions = (new.positions + start).int()
-        if self.state is None:
-            return new.map_slots(lambda x: positions if x is new.positions else x)
-        old = self.state
+        new = new.map_slots(lambda x: positions if x is new.positions else x)
+        if self._kept is None:
+            return self._begin(new)
+        old = self._kept.like
         if old.batch != new.batch or old.heads != new.heads:
             raise CacheError(
                 f"the cache holds {old.batch} rows of {old.heads} KV heads, the new tokens have {new.batch} rows of "
                 f"{new.heads}; one cache serves one batch: reset() it, or make another"
             )
-        return KVState(
-            keys=torch.cat((old.keys, keys), 2),
-            values=torch.cat((old.values, values), 2),
-            degree=torch.cat((old.degree, new.degree), 2),
-            positions=torch.cat((old.positions, positions), 2),
-            rounds=old.rounds,
-            seen=old.seen + new.seen,
-            rotary=self.rotary,
-        )
+        if old.keys.dtype != keys.dtype:
+            raise DtypeError(f"the cache holds {old.keys.dtype}, the new tokens are {keys.dtype}; cast one of them")
+        return self._kept.extend(new)
+
+    def fetch(self) -> None:
+        """Start to bring near what the next :meth:`append` attends to, where a storage keeps it elsewhere."""
+        if self._kept is not None:
+            self._kept.fetch()
 
     def reorder(self, rows: Tensor) -> None:
         """Keep, repeat or permute rows: keys, values, degrees and positions move together."""
-        if self.state is None:
+        if self._kept is None:
             return
-        self.state = self.state.rows(rows.to(self.state.keys.device))
+        self._kept = self._kept.reorder(rows)
         self._clocks = [self._clocks[row] for row in rows.tolist()]
         self._queries.reorder(rows)
 
@@ -199,7 +227,7 @@ class GrowingState:
         Raises:
             CacheError: one of them may already be part of a centroid, which cannot be undone.
         """
-        if tokens == 0 or self.state is None:
+        if tokens == 0 or self._kept is None:
             return
         removable = min((clock.since if clock.events else self.logical) for clock in self._clocks)
         if tokens > removable:
@@ -207,27 +235,46 @@ class GrowingState:
                 f"asked to take back {tokens} tokens, but only the last {removable} were not yet clustered; merged "
                 "tokens cannot be separated. Crop less, or use a larger interval"
             )
-        state, left = self.state, self.state.slots - tokens
-        gone = state.live[:, :, left:].sum(-1).amax(-1)
-        self.state = state.map_slots(lambda x: x[:, :, :left].clone(), seen=state.seen - gone)
-        self._clocks = [clock.after(-n, -tokens) for clock, n in zip(self._clocks, gone.tolist(), strict=True)]
+        self._kept, gone = self._kept.crop(tokens)
+        self._clocks = [clock.after(-n, -tokens) for clock, n in zip(self._clocks, gone, strict=True)]
         self.logical -= tokens
         self._queries.crop(tokens)
 
+    # -- saving ---------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class _RowClock:
-    """When one row is due, in plain numbers, so that no step has to wait for the device."""
+    def pack(self) -> tuple[list[Held], dict[str, Any]]:
+        """Everything as Held records, and what JSON can say; :meth:`unpack` goes on from it as this one would.
 
-    seen: int = 0
-    live: int = 0
-    since: int = 0
-    events: int = 0
+        Raises:
+            CacheError: there are no tokens.
+        """
+        if self._kept is None:
+            raise CacheError("nothing was appended yet, so there is nothing to pack")
+        held, layout = self._kept.pack()
+        facts = {
+            "form": self._kept.form,
+            "layout": layout,
+            "logical": self.logical,
+            "seconds": self.seconds,
+            "clocks": [list(astuple(clock)) for clock in self._clocks],
+        }
+        return [self._queries.pack(), *held], facts
 
-    def after(self, tokens: int, columns: int) -> _RowClock:
-        """``columns`` columns later, of which ``tokens`` were this row's own."""
-        return replace(self, seen=self.seen + tokens, live=self.live + tokens, since=max(self.since + columns, 0))
+    def unpack(self, held: Sequence[Held], facts: dict[str, Any], device: torch.device) -> None:
+        """Go on from what :meth:`pack` returned, on ``device``.
 
-    def at_event(self, live: int) -> _RowClock:
-        """Just compressed to ``live`` slots; an attempt that merged nothing waits for the next interval as well."""
-        return replace(self, live=live, since=0, events=self.events + (live < self.live))
+        Raises:
+            CacheError: it was held in another form than this one's storage reads.
+        """
+        form = Whole.form if self.storage is None else self.storage.form
+        if facts["form"] != form:
+            raise CacheError(f"what was packed is held as {facts['form']!r}, this storage reads {form!r}; use the same")
+        queries = QueryLog.unpack(held[0], device)
+        kept: Whole | Parts
+        if self.storage is None:
+            kept = Whole.unpack(held[1:], self.rotary, device)
+        else:
+            kept = Parts.unpack(held[1:], facts["layout"], self.storage, self.rotary, device)
+        self._kept, self._queries = kept, queries
+        self.logical, self.seconds = facts["logical"], facts["seconds"]
+        self._clocks = [RowClock(*numbers) for numbers in facts["clocks"]]

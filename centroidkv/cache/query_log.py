@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from centroidkv.cache.storage import Held, own
 from centroidkv.queries import SAMPLE, evenly, sample_queries
 from centroidkv.state import gather_slots
 
@@ -74,6 +75,23 @@ class QueryLog:
             if left > 0:
                 self._steps.append((queries[:, :, :left], counts[:, :left]))
             tokens -= queries.shape[2]
+
+    def pack(self) -> Held:
+        """The steps as they are."""
+        return Held(
+            {
+                f"{number}.{name}": own(tensor)
+                for number, step in enumerate(self._steps)
+                for name, tensor in zip(("queries", "counts"), step, strict=True)
+            }
+        )
+
+    @classmethod
+    def unpack(cls, held: Held, device: torch.device) -> QueryLog:
+        """What :meth:`pack` returned, on ``device``."""
+        log, near = cls(), held.map(lambda tensor: tensor.to(device)).tensors
+        log._steps = [(near[f"{n}.queries"], near[f"{n}.counts"]) for n in range(len(near) // 2)]
+        return log
 
     def _together(self) -> tuple[Tensor, Tensor]:
         return torch.cat([step for step, _ in self._steps], 2), torch.cat([counts for _, counts in self._steps], 1)

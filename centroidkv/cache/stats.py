@@ -20,7 +20,7 @@ class CacheStats:
         physical: slots held.
         merged: tokens that share a slot of another one. logical = physical + merged + evicted.
         evicted: tokens given up (eviction presets only).
-        bytes: bytes held now: keys, values, degrees and positions.
+        bytes: bytes held now, on any device: keys and values (or their codes, with steps and lows), degrees, positions.
         bytes_full: bytes of the same tokens' keys and values without compression.
         seconds: wall-clock time spent compressing.
     """
@@ -51,7 +51,7 @@ class CacheStats:
 
 def collect_stats(layers: Iterable[GrowingState]) -> CacheStats:
     """The statistics of the compressed layers of one cache."""
-    filled = [layer for layer in layers if layer.state is not None]
+    filled = [layer for layer in layers if layer.physical or layer.logical]
     if not filled:
         return CacheStats()
     fullest = max(filled, key=lambda layer: layer.physical)

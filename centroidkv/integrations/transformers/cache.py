@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from centroidkv.cache import CacheStats, GrowingState
+from centroidkv.cache import CacheStats, GrowingState, Storage
 from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, CacheError, StageError
+from centroidkv.integrations.transformers import saving
 from centroidkv.integrations.transformers.attention import DegreeTag, log_degree_bias, takes_tags
 from centroidkv.integrations.transformers.caller import find_caller, find_queries, real_tokens
 from centroidkv.integrations.transformers.layer import CentroidLayer
@@ -42,6 +44,8 @@ class CentroidCache(Cache):
         interval: tokens between two compressions.
         config: ``model.config``. Not needed normally: the cache finds its model at the first forward pass.
         rotary: how keys are rotated, for models whose RoPE is not recognised.
+        storage: how what was compressed is held between steps: ``Quantised(bits=8)``, ``Offloaded()``, or both as
+            ``Offloaded(Quantised(bits=8))`` (:mod:`centroidkv.cache`). None: as it is.
 
     Raises:
         StageError: not a Compressor, one whose sizes depend on the data, or an interval below 1.
@@ -54,6 +58,7 @@ class CentroidCache(Cache):
         *,
         config: Any = None,
         rotary: Rotary | None = None,
+        storage: Storage | None = None,
     ) -> None:
         super().__init__(layers=[])
         if not isinstance(compressor, Compressor):
@@ -65,8 +70,8 @@ class CentroidCache(Cache):
                 "every layer of a cache must come out equally long, because one mask serves them all; the sizes of "
                 f"this compressor depend on the data: {compressor!r}"
             )
-        GrowingState(compressor, interval)  # refuses a bad interval now, not at the first token
-        self.compressor, self.interval, self.rotary = compressor, interval, rotary
+        GrowingState(compressor, interval, storage=storage)  # refuses bad arguments now, not at the first token
+        self.compressor, self.interval, self.rotary, self.storage = compressor, interval, rotary, storage
         self._told = None if config is None else text_config(config)
         self.reset()
 
@@ -88,7 +93,7 @@ class CentroidCache(Cache):
         layers: list[Any] = []
         for index, stock in enumerate(DynamicCache(config=config).layers):
             if type(stock) is DynamicLayer:
-                layers.append(CentroidLayer(GrowingState(self.compressor, self.interval, rotary)))
+                layers.append(CentroidLayer(GrowingState(self.compressor, self.interval, rotary, self.storage)))
             elif type(stock) is DynamicSlidingWindowLayer:
                 layers.append(stock)
             else:
@@ -124,6 +129,8 @@ class CentroidCache(Cache):
         real = None if self._real is None else self._real.to(key_states.device)
         queries = find_queries(layer_idx) if self.compressor.needs_queries else None
         keys, values, degree = layer.growing.append(key_states, value_states, real, queries)
+        if self.storage is not None:
+            self._after(layer_idx).growing.fetch()
         if degree is None:
             return keys, values
         if by_tag:
@@ -145,6 +152,11 @@ class CentroidCache(Cache):
     def _leads(self, layer_idx: int) -> bool:
         """Whether this is the first compressed layer, at which a step's common facts are read."""
         return next((i for i, layer in enumerate(self.layers) if isinstance(layer, CentroidLayer)), -1) == layer_idx
+
+    def _after(self, layer_idx: int) -> CentroidLayer:
+        """The compressed layer that attends next, perhaps in the next step."""
+        order = [*self.layers[layer_idx + 1 :], *self.layers[: layer_idx + 1]]
+        return next(layer for layer in order if isinstance(layer, CentroidLayer))
 
     def _begin_step(self, layer_idx: int, batch: int, new: int) -> None:
         """Find the model, and the padding among the new tokens; make sure all layers stand at the same token."""
@@ -212,6 +224,26 @@ class CentroidCache(Cache):
     def stats(self) -> CacheStats:
         """What was compressed so far: rounds, merged, logical and physical tokens, bytes."""
         return collect_stats(self._compressed)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write everything into one safetensors file; see :func:`~.saving.save_cache`."""
+        saving.save_cache(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike[str],
+        compressor: Compressor,
+        *,
+        config: Any,
+        storage: Storage | None = None,
+        device: torch.device | str = "cpu",
+        other_compressor: bool = False,
+    ) -> CentroidCache:
+        """The cache that :meth:`save` wrote, to go on with; see :func:`~.saving.load_cache`."""
+        return saving.load_cache(
+            cls, path, compressor, config=config, storage=storage, device=device, other_compressor=other_compressor
+        )
 
     def __repr__(self) -> str:
         return f"CentroidCache(interval={self.interval}, {self.stats()})"

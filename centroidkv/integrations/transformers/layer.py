@@ -39,7 +39,7 @@ class CentroidLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:
-        return self.growing.state is not None
+        return self.growing.like is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first append brings shapes and types."""
@@ -64,7 +64,7 @@ class CentroidLayer(CacheLayerMixin):
         self.growing.clear()
 
     def offload(self) -> None:
-        raise NotImplementedError("offloading a compressed layer is not supported yet")
+        raise NotImplementedError("a compressed layer is offloaded by its storage: CentroidCache(storage=Offloaded())")
 
     prefetch = offload
 
@@ -76,9 +76,9 @@ class CentroidLayer(CacheLayerMixin):
         self.growing.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.growing.state is not None:
-            self.growing.reorder(torch.arange(self.growing.state.batch).repeat_interleave(repeats))
+        if self.growing.like is not None:
+            self.growing.reorder(torch.arange(self.growing.like.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.growing.state is not None:
-            self.growing.reorder(torch.arange(self.growing.state.batch)[indices.cpu()])
+        if self.growing.like is not None:
+            self.growing.reorder(torch.arange(self.growing.like.batch)[indices.cpu()])

@@ -1,0 +1,23 @@
+"""When a row of a batch is compressed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class RowClock:
+    """When one row is due, in plain numbers, so that no step has to wait for the device."""
+
+    seen: int = 0
+    live: int = 0
+    since: int = 0
+    events: int = 0
+
+    def after(self, tokens: int, columns: int) -> RowClock:
+        """``columns`` columns later, of which ``tokens`` were this row's own."""
+        return replace(self, seen=self.seen + tokens, live=self.live + tokens, since=max(self.since + columns, 0))
+
+    def at_event(self, live: int) -> RowClock:
+        """Just compressed to ``live`` slots; an attempt that merged nothing waits for the next interval as well."""
+        return replace(self, live=live, since=0, events=self.events + (live < self.live))
