@@ -45,7 +45,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 peers: $(PEERS)/.ready ## An environment with kvpress, and the tests that need it
-	$(PEERS)/bin/python -m pytest tests/analysis/test_fidelity.py -q
+	$(PEERS)/bin/python -m pytest tests/analysis/test_fidelity.py tests/integrations/test_kvpress.py -q
 
 TEXTS ?= heldout
 fidelity: $(PEERS)/.ready $(VENV)/.test ## Quality against kvpress on two models (hours; goes on where it stopped)

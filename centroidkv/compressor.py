@@ -246,6 +246,14 @@ class Compressor:
         stages = (self.similarity, self.matching, *self.preservers.members)
         return any(getattr(stage, "needs_queries", False) for stage in stages)
 
+    @property
+    def pools_heads(self) -> bool:
+        """Whether a stage decides for several KV heads together, so that it has to see all heads of a layer."""
+        stages = (self.similarity, self.matching, *self.preservers.members)
+        return getattr(self.similarity, "heads", "each") == "mean" or any(
+            getattr(stage, "pools_heads", False) for stage in stages
+        )
+
     def __repr__(self) -> str:
         preserve = ", ".join(map(repr, self.preservers.members)) or "nothing"
         lines = [

@@ -58,7 +58,8 @@ class Similarity(Protocol):
 
     Similarities and matchers may have ``prepare(state, free) -> state``, called once per compression with the slots
     that may merge: what it adds to ``slot_data`` and ``head_data`` is there in every round and gone afterwards.
-    ``needs_queries`` (default False) asks callers for the model's queries (:mod:`centroidkv.queries`).
+    ``needs_queries`` (default False) asks callers for the model's queries (:mod:`centroidkv.queries`). Any stage whose
+    decisions for one head depend on the other heads says ``pools_heads = True`` (default False; heads="mean" does).
     """
 
     def __call__(self, a: Tensor, b: Tensor, /) -> Tensor: ...

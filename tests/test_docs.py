@@ -17,6 +17,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "docs/transformers.md",
     "docs/lm_eval.md",
+    "docs/kvpress.md",
     "analysis/README.md",
 )
 README = (ROOT / "README.md").read_text()

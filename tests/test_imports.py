@@ -104,7 +104,7 @@ def fresh(code: str) -> str:
 
 
 def test_a_fresh_import_loads_no_optional_package_and_patches_nothing():
-    heavy = "['triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm', 'vllm', 'lm_eval']"
+    heavy = "['triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm', 'vllm', 'lm_eval', 'kvpress']"
     code = (
         "import sys, torch\n"
         "before = set(sys.modules); softmax = torch.nn.functional.scaled_dot_product_attention\n"
@@ -118,7 +118,7 @@ def test_a_fresh_import_loads_no_optional_package_and_patches_nothing():
 def test_the_core_works_where_optional_packages_are_missing():
     code = (
         "import sys\n"
-        "for name in ('triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm', 'lm_eval'):\n"
+        "for name in ('triton', 'transformers', 'hypothesis', 'matplotlib', 'tqdm', 'lm_eval', 'kvpress'):\n"
         "    sys.modules[name] = None\n"
         "import torch, centroidkv\n"
         "state = centroidkv.KVState.from_kv(torch.randn(1, 1, 300, 8), torch.randn(1, 1, 300, 8))\n"
@@ -131,8 +131,12 @@ def test_the_core_works_where_optional_packages_are_missing():
         "    import centroidkv.integrations.lm_eval\n"
         "except ImportError as error:\n"
         '    print("centroidkv[lm_eval]" in str(error))\n'
+        "try:\n"
+        "    import centroidkv.integrations.kvpress\n"
+        "except ImportError as error:\n"
+        '    print("centroidkv[kvpress]" in str(error))\n'
     )
-    assert fresh(code).splitlines() == ["150", "True", "True"]
+    assert fresh(code).splitlines() == ["150", "True", "True", "True"]
 
 
 def test_the_type_marker_ships():

@@ -52,6 +52,11 @@ class WardMatching:
         return self.weight == IMPORTANCE
 
     @property
+    def pools_heads(self) -> bool:
+        """Whether a head's merges depend on the keys of the other heads."""
+        return self.weight == IMPORTANCE and self.passage > 0
+
+    @property
     def mass(self) -> str | None:
         """The slot data it wants in place of degrees."""
         return IMPORTANCE if self.weight == IMPORTANCE else None

@@ -59,6 +59,11 @@ class Distinctive:
     def needs_rotary(self) -> bool:
         return self.rope == "before"
 
+    @property
+    def pools_heads(self) -> bool:
+        """Whether a head's slots depend on the keys of the other heads."""
+        return self.score in ("passages", passages)
+
     def count(self, free_budget: int) -> int:
         return math.floor(exact_share(self.share, free_budget))
 

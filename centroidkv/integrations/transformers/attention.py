@@ -75,7 +75,8 @@ def _wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
                 ~attention_mask, torch.finfo(bias.dtype).min
             )
         # Old slots answer to their degrees alone: the mask's old columns are tokens, which no longer have a slot each.
-        mask = bias + torch.nn.functional.pad(attention_mask[..., key.shape[2] - new :], (key.shape[2] - new, 0))
+        # The new tokens are the mask's last columns, however many tokens or slots it has before them.
+        mask = bias + torch.nn.functional.pad(attention_mask[..., -new:], (key.shape[2] - new, 0))
         return stock(module, query, key, value, mask.contiguous(), **kwargs)
 
     return forward

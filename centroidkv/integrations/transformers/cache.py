@@ -17,6 +17,7 @@ from centroidkv.errors import BackendError, CacheError, StageError
 from centroidkv.integrations.transformers import saving
 from centroidkv.integrations.transformers.attention import DegreeTag, log_degree_bias, takes_tags
 from centroidkv.integrations.transformers.caller import find_caller, find_queries, real_tokens
+from centroidkv.integrations.transformers.heads import check_heads
 from centroidkv.integrations.transformers.layer import CentroidLayer
 from centroidkv.integrations.transformers.release import (
     STOCK_BIAS_BACKENDS,
@@ -125,6 +126,7 @@ class CentroidCache(Cache):
         if not by_tag:
             self._check_stock(shared)
         self._check_received()
+        check_heads(self.compressor, key_states.shape[1], self._config)
 
         real = None if self._real is None else self._real.to(key_states.device)
         queries = find_queries(layer_idx) if self.compressor.needs_queries else None
