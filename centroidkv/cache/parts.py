@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from centroidkv.cache.room import Room
 from centroidkv.cache.storage import Exact, Held, Storage, own
 from centroidkv.dense import compact
 from centroidkv.errors import CacheError
@@ -25,8 +26,8 @@ class Whole:
 
     form = "whole"
 
-    def __init__(self, state: KVState) -> None:
-        self._state = state
+    def __init__(self, state: KVState, room: Room | None = None) -> None:
+        self._state, self._room = state, room or Room()
 
     def state(self) -> KVState:
         """Everything, to attend to."""
@@ -44,13 +45,12 @@ class Whole:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return self._state.nbytes
+        """Bytes held, room to grow included."""
+        return self._room.nbytes_behind(self._state) + self._state.nbytes
 
     def extend(self, new: KVState) -> Whole:
         """With ``new`` tokens behind; their positions are final, their ``seen`` is what they add."""
-        joined = _join((self._state, new), axis=2)
-        return Whole(replace(joined, seen=self._state.seen + new.seen, rotary=new.rotary))
+        return Whole(replace(self._room.extend(self._state, new), rotary=new.rotary), self._room)
 
     def settle(self, kept: KVState, live: list[int], stored: set[int]) -> Whole:
         """After an event that made ``kept`` of everything; its rows hold ``live`` slots behind empty ones."""

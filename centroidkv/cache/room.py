@@ -9,8 +9,9 @@ from torch import Tensor
 
 from centroidkv.state import KVState
 
-SPARE = 64
-"""Slots to spare when buffers are made: the cache is copied once in so many tokens instead of at every one."""
+SPARE = 16
+"""Slots to spare when buffers are made: the cache is copied once in so many tokens instead of at every one. More would
+show in small caches' bytes, and less be gained."""
 
 
 class Room:
@@ -37,6 +38,12 @@ class Room:
             self._buffers[name][:, :, state.slots : length] = tensor
         views: dict[str, Any] = {name: buffer[:, :, :length] for name, buffer in self._buffers.items()}
         return replace(state, **views, seen=state.seen + new.seen)
+
+    def nbytes_behind(self, state: KVState) -> int:
+        """Bytes of the spare slots behind ``state``; 0 for a state that is not in these buffers."""
+        if not self._holds(state, state.slots):
+            return 0
+        return sum(x.numel() * x.element_size() for x in self._buffers.values()) - state.nbytes
 
     def _holds(self, state: KVState, length: int) -> bool:
         """Whether ``state`` is the front of these buffers, and ``length`` slots fit."""

@@ -72,3 +72,11 @@ def test_a_deep_copy_has_buffers_of_its_own():
     state, twin = room.extend(state, ours), twin_room.extend(twin, theirs)
     assert torch.equal(state.keys[:, :, -1:], ours.keys)
     assert torch.equal(twin.keys[:, :, -1:], theirs.keys)
+
+
+def test_spare_slots_are_counted():
+    room = Room()
+    state = room.extend(piece(5), piece(1, 5))
+    per_slot = state.nbytes // state.slots
+    assert room.nbytes_behind(state) == SPARE * per_slot
+    assert room.nbytes_behind(piece(6)) == 0
