@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from centroidkv.errors import BackendError
 from centroidkv.matching.bipartite import share_out
 from centroidkv.rounds.scorers import Scorer
 from centroidkv.rounds.threads import in_parallel
@@ -58,7 +59,14 @@ def blocked_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings:
         free: bool.
         sizes: free slots after each round.
         settings: see :class:`Settings`.
+
+    Raises:
+        BackendError: the state is not on the CPU.
     """
+    if state.keys.device.type != "cpu":
+        raise BackendError(
+            f"backend='blocked' is for the CPU, the state is on {state.keys.device}; use backend='auto' or 'triton'"
+        )
     batch, heads, slots, size = state.keys.shape
     begin = int(free[0, 0].sum())
     steps = [left for before, left in pairwise((begin, *sizes)) if left < before]

@@ -153,3 +153,10 @@ def test_input_is_left_as_it_was(make_state):
     assert all(
         x.equal(y) for x, y in zip(before, (state.keys, state.values, state.degree, state.positions), strict=True)
     )
+
+
+def test_other_devices_are_refused():
+    rows, slots = torch.empty(1, 1, 4, 2, device="meta"), torch.empty(1, 1, 4, device="meta")
+    state = KVState(rows, rows, slots, slots.long(), seen=torch.empty(1, device="meta").long())
+    with pytest.raises(BackendError, match="meta"):
+        blocked_rounds(state, state.live, [2], build("chunk", 4).fast_path)
