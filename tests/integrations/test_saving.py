@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def alike(one: CentroidCache, two: CentroidCache):
         assert a.keys.equal(b.keys)
         assert a.values.equal(b.values)
         assert a.get_seq_length() == b.get_seq_length()
-    assert one.stats() == two.stats()
+    assert replace(one.stats(), bytes=0) == replace(two.stats(), bytes=0)  # spare slots are not saved
 
 
 @pytest.fixture
