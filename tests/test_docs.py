@@ -18,6 +18,7 @@ DOCUMENTS = (
     "docs/transformers.md",
     "docs/lm_eval.md",
     "docs/kvpress.md",
+    "docs/distributed.md",
     "analysis/README.md",
 )
 README = (ROOT / "README.md").read_text()

@@ -364,6 +364,20 @@ def test_inside_another_press_a_merging_press_asks_for_enable(llama, prompt):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_press_that_thins_channels_goes_together_with_it(llama, prompt, first):
+    model, ids, press = llama(), prompt(200), CentroidPress(clustering())
+    think = kvpress.ThinKPress(key_channel_compression_ratio=0.5, window_size=16)
+    both = kvpress.ComposedPress([press, think] if first else [think, press])
+    with enable(model):
+        cache = pressed(model, both, ids)
+        logits = read(model, cache, prompt(6), 200)
+    assert all(layer.degree.sum(-1).eq(200).all() for layer in cache.layers)
+    assert all(layer.keys[:, :, :50].eq(0).all(2).any() for layer in cache.layers)
+    assert logits.isfinite().all()
+    assert both.compression_ratio is not None
+
+
 def test_wrappers_that_call_compress_take_evicting_compressors_only(llama, prompt):
     keys = torch.randn(1, 2, 40, 16)
     with pytest.raises(StageError, match="degrees of merged tokens would be lost"):
