@@ -45,6 +45,9 @@ class GrowingState:
         self.logical = 0
         """Columns seen, padding included: what position ids and padding masks count."""
         self.seconds = 0.0
+        self.waits = False
+        """Whether newly appended tokens are clustered only after the next :meth:`crop`, which may take them back."""
+        self._unsettled = False
         self._clocks: list[_RowClock] = []
         self._queries = QueryLog()
 
@@ -112,8 +115,20 @@ class GrowingState:
             clock.after(n, length) for clock, n in zip(self._clocks or [_RowClock()] * len(new), new, strict=True)
         ]
         degree = grown.degree if self.events else None
-        due = [row for row, clock in enumerate(clocks) if self._due(clock)]
         log = self._note(queries, grown, real)
+        # No crop since the last tokens: nobody takes tokens back any more, and waiting on would mean growing.
+        waits = self.waits and not self._unsettled
+        if waits:
+            self.state, self._clocks, self._queries = grown, clocks, log or self._queries
+        else:
+            self._settle(grown, clocks, log)
+        self.waits = self._unsettled = waits
+        self.logical += length
+        return grown.keys, grown.values, degree
+
+    def _settle(self, grown: KVState, clocks: list[_RowClock], log: QueryLog | None) -> None:
+        """Store ``grown``, the rows that are due compressed; nothing is changed if the compressor raises."""
+        due = [row for row, clock in enumerate(clocks) if self._due(clock)]
         kept, seconds = grown, 0.0
         if due:
             start = time.perf_counter()
@@ -125,9 +140,7 @@ class GrowingState:
             log.forget(due)
             self._queries = log
         self.state, self._clocks = kept, clocks
-        self.logical += length
         self.seconds += seconds
-        return grown.keys, grown.values, degree
 
     def _note(self, queries: Tensor | None, grown: KVState, real: Tensor | None) -> QueryLog | None:
         """The log with this step's queries, un-rotated; the one held is not changed, in case the step fails."""
@@ -194,11 +207,22 @@ class GrowingState:
         self._queries.reorder(rows)
 
     def crop(self, tokens: int) -> None:
-        """Take back the last ``tokens`` tokens.
+        """Take back the last ``tokens`` tokens; then cluster those that waited for it (:attr:`waits`).
 
         Raises:
             CacheError: one of them may already be part of a centroid, which cannot be undone.
         """
+        self.check_crop(tokens)
+        if self.state is None:
+            return
+        if tokens:
+            self._take_back(self.state, tokens)
+        if self._unsettled:
+            self._settle(self.state, self._clocks, self._queries.copy() if self.compressor.needs_queries else None)
+            self._unsettled = False
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise what :meth:`crop` would raise, and change nothing."""
         if tokens == 0 or self.state is None:
             return
         removable = min((clock.since if clock.events else self.logical) for clock in self._clocks)
@@ -207,7 +231,9 @@ class GrowingState:
                 f"asked to take back {tokens} tokens, but only the last {removable} were not yet clustered; merged "
                 "tokens cannot be separated. Crop less, or use a larger interval"
             )
-        state, left = self.state, self.state.slots - tokens
+
+    def _take_back(self, state: KVState, tokens: int) -> None:
+        left = state.slots - tokens
         gone = state.live[:, :, left:].sum(-1).amax(-1)
         self.state = state.map_slots(lambda x: x[:, :, :left].clone(), seen=state.seen - gone)
         self._clocks = [clock.after(-n, -tokens) for clock, n in zip(self._clocks, gone.tolist(), strict=True)]
