@@ -59,4 +59,4 @@ class EvaluationError(CentroidKVError):
 
 
 class BudgetNotMetWarning(UserWarning):
-    """A result holds more slots than its budget: the schedule or a threshold stopped merging earlier."""
+    """A result holds more slots than its budget: merging stopped earlier, or a model has no layer to compress."""

@@ -48,3 +48,33 @@ def make_state():
         return replace(state, head_data={"queries": asked}) if queries else state
 
     return make
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The matrix of tests/integrations/test_matrix.py: which model passes in which situation, and why not."""
+    cells: dict[tuple[str, str], str] = {}
+    reasons: dict[str, None] = {}
+    for outcome, mark in (("passed", "+"), ("skipped", "-"), ("failed", "FAIL")):
+        for report in terminalreporter.getreports(outcome):
+            told = dict(getattr(report, "user_properties", ()))
+            if "refused model" in told:
+                reasons[f"refused  {told['refused model']:.118}"] = None
+            if "column" not in told:
+                continue
+            cells[told["row"], told["column"]] = "refused" if "refused" in told else mark
+            if outcome == "skipped":
+                reasons[f"-        {told['row']}: {report.longrepr[2].removeprefix('Skipped: ')}"] = None
+            elif "refused" in told:
+                reasons[f"refused  {told['row']}: {told['refused']}"] = None
+    if not cells:
+        return
+    rows, columns = (list(dict.fromkeys(cell[i] for cell in cells)) for i in (0, 1))
+    import transformers
+
+    terminalreporter.section(f"matrix on transformers {transformers.__version__}")
+    terminalreporter.write_line(" " * 26 + " ".join(f"{column:>9.9}" for column in columns))
+    for row in rows:
+        marks = (cells.get((row, column), "") for column in columns)
+        terminalreporter.write_line(f"{row:26}" + " ".join(f"{mark:>9}" for mark in marks))
+    for reason in reasons:
+        terminalreporter.write_line(reason)

@@ -57,6 +57,9 @@ class GrowingState:
         self.logical = 0
         """Columns seen, padding included: what position ids and padding masks count."""
         self.seconds = 0.0
+        self.waits = False
+        """Whether newly appended tokens are clustered only after the next :meth:`crop`, which may take them back."""
+        self._unsettled = False
         self._clocks: list[RowClock] = []
         self._queries = QueryLog()
 
@@ -138,8 +141,20 @@ class GrowingState:
         new = [length] * keys.shape[0] if real is None else real.sum(-1).tolist()
         clocks = [clock.after(n, length) for clock, n in zip(self._clocks or [RowClock()] * len(new), new, strict=True)]
         degree = grown.degree if self.events else None
-        due = [row for row, clock in enumerate(clocks) if self._due(clock)]
         log = self._note(queries, grown, real)
+        # No crop since the last tokens: nobody takes tokens back any more, and waiting on would mean growing.
+        waits = self.waits and not self._unsettled
+        if waits:
+            self._kept, self._clocks, self._queries = longer, clocks, log or self._queries
+        else:
+            self._settle(longer, grown, clocks, log)
+        self.waits = self._unsettled = waits
+        self.logical += length
+        return grown.keys, grown.values, degree
+
+    def _settle(self, longer: Whole | Parts, grown: KVState, clocks: list[RowClock], log: QueryLog | None) -> None:
+        """Keep ``longer``, the rows that are due compressed; nothing is changed if the compressor raises."""
+        due = [row for row, clock in enumerate(clocks) if self._due(clock)]
         seconds = 0.0
         if due:
             start = time.perf_counter()
@@ -153,9 +168,7 @@ class GrowingState:
             log.forget(due)
             self._queries = log
         self._kept, self._clocks = longer, clocks
-        self.logical += length
         self.seconds += seconds
-        return grown.keys, grown.values, degree
 
     def _note(self, queries: Tensor | None, grown: KVState, real: Tensor | None) -> QueryLog | None:
         """The log with this step's queries, un-rotated; the one held is not changed, in case the step fails."""
@@ -166,9 +179,7 @@ class GrowingState:
         new = queries.shape[2]
         positions = grown.positions[:, :1, -new:].expand(queries.shape[:3])
         log = self._queries.copy()
-        counts = (
-            torch.ones(queries.shape[0], new, dtype=torch.bool, device=queries.device) if real is None else real != 0
-        )
+        counts = queries.new_ones(queries.shape[0], new, dtype=torch.bool) if real is None else real != 0
         # Thinned first: of a long prompt only the sample is un-rotated, not every query.
         counts, queries, positions = thin(counts, queries, positions)
         log.add(self.rotary.unrotate(queries, positions).to(queries.dtype), counts)
@@ -222,11 +233,26 @@ class GrowingState:
         self._queries.reorder(rows)
 
     def crop(self, tokens: int) -> None:
-        """Take back the last ``tokens`` tokens.
+        """Take back the last ``tokens`` tokens; then cluster those that waited for it (:attr:`waits`).
 
         Raises:
             CacheError: one of them may already be part of a centroid, which cannot be undone.
         """
+        self.check_crop(tokens)
+        if self._kept is None:
+            return
+        if tokens:
+            self._kept, gone = self._kept.crop(tokens)
+            self._clocks = [clock.after(-n, -tokens) for clock, n in zip(self._clocks, gone, strict=True)]
+            self.logical -= tokens
+            self._queries.crop(tokens)
+        if self._unsettled:
+            log = self._queries.copy() if self.compressor.needs_queries else None
+            self._settle(self._kept, self._kept.state(), self._clocks, log)
+            self._unsettled = False
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise what :meth:`crop` would raise, and change nothing."""
         if tokens == 0 or self._kept is None:
             return
         removable = min((clock.since if clock.events else self.logical) for clock in self._clocks)
@@ -235,10 +261,6 @@ class GrowingState:
                 f"asked to take back {tokens} tokens, but only the last {removable} were not yet clustered; merged "
                 "tokens cannot be separated. Crop less, or use a larger interval"
             )
-        self._kept, gone = self._kept.crop(tokens)
-        self._clocks = [clock.after(-n, -tokens) for clock, n in zip(self._clocks, gone, strict=True)]
-        self.logical -= tokens
-        self._queries.crop(tokens)
 
     # -- saving ---------------------------------------------------------------------------------------------------
 

@@ -143,3 +143,21 @@ def test_stats_count_evictions():
 def test_bad_interval_is_refused(interval):
     with pytest.raises(StageError, match="interval"):
         GrowingState(compressor(0.5), interval)
+
+
+def test_waiting_tokens_can_be_taken_back_and_are_clustered_with_the_crop():
+    small = Compressor.builder().preserve(Sinks(1), Recent(2)).budget(0.25).build()
+    keys, values = torch.randn(2, 1, 2, 45, 8)
+    waiting, plain = GrowingState(small, interval=4), GrowingState(small, interval=4)
+    waiting.waits = True
+    waiting.append(keys, values)
+    assert waiting.physical == 45
+    waiting.crop(5)
+    plain.append(keys[:, :, :40], values[:, :, :40])
+    assert waiting.physical == plain.physical == 10
+    assert torch.equal(waiting.state.keys, plain.state.keys)
+    assert waiting.waits
+    for _ in range(2):  # nobody crops any more
+        waiting.append(keys[:, :, :4], values[:, :, :4])
+    assert not waiting.waits
+    assert waiting.physical < 18

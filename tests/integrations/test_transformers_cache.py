@@ -194,7 +194,7 @@ def test_undo_leaves_the_model_as_it_was_also_after_an_exception(llama, prompt):
 
 def test_unsupported_attention_cannot_be_enabled(llama):
     model = llama()
-    model.config._attn_implementation_internal = "flash_attention_2"
+    model.config._attn_implementation_internal = "a_strangers_attention"
     with pytest.raises(BackendError, match="sdpa"):
         enable(model)
 

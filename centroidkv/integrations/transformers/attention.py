@@ -11,16 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from centroidkv.attention import degree_attention
+from centroidkv.attention.channels import with_degree_channels
 from centroidkv.errors import BackendError
+from centroidkv.integrations.transformers.layout import lay_out
 from centroidkv.integrations.transformers.release import STOCK_BIAS_BACKENDS, STOCK_TAKES_BIAS, text_config
 
 PREFIX = "centroidkv_"
 WRAPPED = ("sdpa", "eager")
 """Stock functions that add a 4-D mask to their logits as it is, so that a mask can carry ln N."""
+
+LARGEST_FLASH_HEAD = 256
 
 _TAG = "_centroidkv_degree"
 
@@ -75,11 +79,63 @@ def _wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
                 ~attention_mask, torch.finfo(bias.dtype).min
             )
         # Old slots answer to their degrees alone: the mask's old columns are tokens, which no longer have a slot each.
-        # The new tokens are the mask's last columns, however many tokens or slots it has before them.
+        # The new tokens' columns are the last ones, also of a mask that a user made with a column per token.
         mask = bias + torch.nn.functional.pad(attention_mask[..., -new:], (key.shape[2] - new, 0))
         return stock(module, query, key, value, mask.contiguous(), **kwargs)
 
     return forward
+
+
+def _wrap_flash(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The registered function ``name``, which takes no bias, given ln N as two more channels of the keys.
+
+    Degrees mark empty slots and the new tokens' padding as well, so the 2-D padding mask, whose columns are tokens, is
+    not needed any more; causality among the new tokens is the kernel's, aligned at the last slot.
+    """
+
+    def forward(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        stock = functools.partial(_stock(name, module), dropout=dropout)
+        tag: DegreeTag | None = getattr(key, _TAG, None)
+        if tag is None:
+            return stock(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        tag.received = True
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        wide_query, wide_key = with_degree_channels(query, key, tag.degree, scaling, multiple=8)
+        # These kernels want one size for queries, keys and values.
+        wide_value = torch.nn.functional.pad(value, (0, wide_key.shape[-1] - value.shape[-1]))
+        out, weights = stock(module, wide_query, wide_key, wide_value, None, scaling=scaling, **kwargs)
+        return out[..., : value.shape[-1]].contiguous(), weights
+
+    return forward
+
+
+def _is_flash(name: Any) -> bool:
+    """Whether this is a kernel of the flash-attention kind: it takes a 2-D padding mask and no bias."""
+    return name in ALL_MASK_ATTENTION_FUNCTIONS and ALL_MASK_ATTENTION_FUNCTIONS[name] is flash_attention_mask
+
+
+def _check_flash(name: str, config: Any) -> None:
+    """Refuse what two more key channels cannot do."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size + 2 > LARGEST_FLASH_HEAD:
+        raise BackendError(
+            f"attention {name!r} takes heads of at most {LARGEST_FLASH_HEAD}; with two channels for the degrees this "
+            f"model's {size} would be more. Call model.set_attn_implementation('sdpa') first"
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        raise BackendError(
+            f"attention {name!r} would cap the degrees together with the logits (attn_logit_softcapping); call "
+            "model.set_attn_implementation('eager') first"
+        )
 
 
 def _causal_tail(new: int, slots: int, device: torch.device) -> Tensor:
@@ -131,28 +187,36 @@ def enable(model: Any) -> Enabled:
     """Let ``model`` attend to degrees, in releases and with back ends whose own attention cannot.
 
     Switches the model, through its public ``set_attn_implementation``, to a function that calls the stock one with
-    ln N added to its mask (and :func:`~centroidkv.attention.degree_attention` for single tokens). Without a compressed
-    cache the stock function is called as it is. Harmless where it is not needed.
+    ln N added to its mask (and :func:`~centroidkv.attention.degree_attention` for single tokens), or, for kernels of
+    the flash-attention kind, to its keys as two channels. Without a compressed cache the stock function is called as it
+    is. Harmless where it is not needed.
 
     Args:
-        model: a transformers model that attends with "sdpa" or "eager" ("flex_attention" is left alone in releases
-            that hand it the degrees themselves).
+        model: a transformers model that attends with "sdpa", "eager" or a flash attention ("flex_attention" is left
+            alone in releases that hand it the degrees themselves).
 
     Returns:
         A handle: ``handle.undo()``, or ``with enable(model): ...`` which undoes also after an exception.
 
     Raises:
         BackendError: the model's attention would ignore the degrees and cannot be wrapped.
+        CacheError: the model has layers that no CentroidCache serves (linear or latent attention, shared keys).
     """
+    lay_out(model.config)
     name = text_config(model.config)._attn_implementation
     if str(name).startswith(PREFIX) or (name in STOCK_BIAS_BACKENDS and name not in WRAPPED and STOCK_TAKES_BIAS):
         return Enabled(model, None)
-    if name not in WRAPPED:
+    flash = _is_flash(name)
+    if flash:
+        _check_flash(name, text_config(model.config))
+    elif name not in WRAPPED:
         raise BackendError(
             f"attention {name!r} cannot be given the degrees of a compressed cache; load the model with "
-            f"attn_implementation= one of {WRAPPED}, or call model.set_attn_implementation('sdpa') first"
+            f"attn_implementation= one of {WRAPPED} or flash attention, or call model.set_attn_implementation('sdpa')"
         )
-    AttentionInterface.register(PREFIX + name, _wrap(name))
-    AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    model.set_attn_implementation(PREFIX + name)
+    # transformers would look for a package or a hub's kernel behind any name with "flash" or "/" in it.
+    ours = PREFIX + name.replace("flash", "channels").replace("/", "_")
+    AttentionInterface.register(ours, (_wrap_flash if flash else _wrap)(name))
+    AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    model.set_attn_implementation(ours)
     return Enabled(model, name)

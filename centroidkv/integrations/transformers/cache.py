@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 
 from centroidkv.cache import CacheStats, GrowingState, Storage
 from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
-from centroidkv.errors import BackendError, CacheError, StageError
+from centroidkv.errors import BackendError, BudgetNotMetWarning, CacheError, StageError
 from centroidkv.integrations.transformers import saving
 from centroidkv.integrations.transformers.attention import DegreeTag, log_degree_bias, takes_tags
 from centroidkv.integrations.transformers.caller import find_caller, find_queries, real_tokens
 from centroidkv.integrations.transformers.heads import check_heads
 from centroidkv.integrations.transformers.layer import CentroidLayer
+from centroidkv.integrations.transformers.layout import RefusedState, lay_out
 from centroidkv.integrations.transformers.release import (
     STOCK_BIAS_BACKENDS,
     STOCK_TAKES_BIAS,
     shared_kwargs,
     text_config,
+    tokens_to_remove,
 )
 from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.rotary import Rotary
@@ -51,6 +54,11 @@ class CentroidCache(Cache):
     Raises:
         StageError: not a Compressor, one whose sizes depend on the data, or an interval below 1.
     """
+
+    # What linear attention, convolutions and indexed attention ask for, in one release or another.
+    has_previous_state, conv_states, ssm_states, recurrent_states = (RefusedState() for _ in range(4))
+    get_conv_state, get_recurrent_state = RefusedState(), RefusedState()
+    update_conv_state, update_recurrent_state, update_indexer = (RefusedState() for _ in range(3))
 
     def __init__(
         self,
@@ -83,26 +91,28 @@ class CentroidCache(Cache):
         self._pending: DegreeTag | None = None
         self._real: Tensor | None = None
         self._inner_padding = False
+        self._recording = False
         if self._told is not None:
             self._bind(self._told)
 
     def _bind(self, config: Any) -> None:
         """Lay out the layers as the model's configuration says: compress full attention, leave sliding windows."""
+        planned = lay_out(config)
         rotary = self.rotary
         if rotary is None and self.compressor.needs_rotary:
             rotary = rotary_of(config)
-        layers: list[Any] = []
-        for index, stock in enumerate(DynamicCache(config=config).layers):
-            if type(stock) is DynamicLayer:
-                layers.append(CentroidLayer(GrowingState(self.compressor, self.interval, rotary, self.storage)))
-            elif type(stock) is DynamicSlidingWindowLayer:
-                layers.append(stock)
-            else:
-                raise CacheError(
-                    f"layer {index} of this {config.model_type!r} model keeps a {type(stock).__name__}, which has no "
-                    "keys to cluster; CentroidCache serves full and sliding-window attention"
-                )
-        self.layers, self._config = layers, config
+        parts = (self.compressor, self.interval, rotary, self.storage)
+        self.layers = [CentroidLayer(GrowingState(*parts)) if stock is None else stock for stock in planned]
+        self._config = config
+        if not self._compressed:
+            warnings.warn(
+                f"all {len(planned)} layers of this {config.model_type!r} model are sliding windows, which bound "
+                "their own caches: CentroidCache leaves them as they are and compresses nothing",
+                BudgetNotMetWarning,
+                stacklevel=2,
+            )
+        if self._recording:
+            self.activate_past_recording()
 
     @property
     def _compressed(self) -> list[GrowingState]:
@@ -144,7 +154,7 @@ class CentroidCache(Cache):
                 "call enable(model) from centroidkv.integrations.transformers, which masks by slot"
             )
         assert shared is not None  # _check_stock saw to it
-        groups = self._config.num_attention_heads // self._config.num_key_value_heads
+        groups = self._config.num_attention_heads // keys.shape[1]
         bias = log_degree_bias(degree, groups, new=key_states.shape[2]).to(key_states.dtype)
         bias = bias.expand(-1, -1, key_states.shape[2], -1)
         own = shared.get("position_bias")
@@ -172,11 +182,7 @@ class CentroidCache(Cache):
             if self._config is None:
                 self._bind(caller.module.config)
             self._config = caller.module.config  # of the model that is running now, whichever was bound
-        if len({layer.logical for layer in self._compressed}) > 1:
-            raise CacheError(
-                "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; "
-                "reset() the cache and process the prompt again"
-            )
+        self._check_in_step(layer_idx, new)
         self._real = None if caller is None else real_tokens(caller.attention_mask, batch, new)
         if self._real is not None and self._leads(layer_idx):
             begun = self._compressed[0].row_started()
@@ -184,6 +190,20 @@ class CentroidCache(Cache):
                 torch.tensor(begun, device=self._real.device)[:, None] if begun else 0
             )
             self._inner_padding |= bool((~self._real & (seen > 0)).any())
+
+    def _check_in_step(self, layer_idx: int, new: int) -> None:
+        """Refuse to go on after a forward pass that stopped half-way, also in a sliding window.
+
+        Those have seen this step's ``new`` tokens already, the layers from the leading one on have not.
+        """
+        if not self._leads(layer_idx):
+            return
+        seen = {layer.get_seq_length() - (new if i < layer_idx else 0) for i, layer in enumerate(self.layers)}
+        if len(seen) > 1:
+            raise CacheError(
+                "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; "
+                "reset() the cache and process the prompt again"
+            )
 
     def _check_stock(self, shared: dict[str, Any] | None) -> None:
         """Refuse attention that would ignore the degrees, before the first token."""
@@ -208,12 +228,41 @@ class CentroidCache(Cache):
                 "cache and the attention function. This model is not supported; please report it"
             )
 
+    # -- taking back ----------------------------------------------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """Called by assisted generation: from now on the newest tokens are clustered only after the crop that follows.
+
+        Lasts until two forward passes come without a :meth:`crop` between them.
+        """
+        self._recording = True
+        for layer in self.layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def crop(self, length: int) -> None:
+        """Take back tokens that were not clustered yet, from all layers or from none.
+
+        Args:
+            length: minus the number of tokens; in releases before 5.15 also the number that stays.
+
+        Raises:
+            CacheError: some of them may already be part of a centroid.
+            RuntimeError, ValueError: transformers' own, for a sliding window that has passed its size.
+        """
+        length = int(length)  # a tensor in some releases, which layers would go on counting with
+        for layer in self._compressed:
+            layer.check_crop(tokens_to_remove(length, layer.logical))
+        # Sliding windows first: they may refuse, and all of them alike, while the others were just asked.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CentroidLayer)):
+            layer.crop(length)
+
     # -- reading --------------------------------------------------------------------------------------------------
 
     @property
     def is_croppable(self) -> bool:
-        """False: merged tokens cannot be taken back, so no rollback may be promised."""
-        return False
+        """Whether the newest tokens can be taken back without a trace: only while clustering waits for a crop."""
+        return bool(self.layers) and all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CentroidCache:
         """A copy with its own tokens, of the same model: its configuration is shared, not frozen as it is now."""

@@ -67,8 +67,8 @@ def find_queries(layer_idx: int) -> Tensor:
 def real_tokens(attention_mask: Any, batch: int, new: int) -> Tensor | None:
     """Which of the ``new`` last columns are real tokens, ``[B, new]`` bool, or None if all are.
 
-    ``attention_mask`` is what the attention function is about to apply: nothing, a 4-D mask, bool or additive, or
-    flex attention's BlockMask. A column is padding if not even the last query sees it.
+    ``attention_mask`` is what the attention function is about to apply: nothing, a 4-D mask, bool or additive, flash
+    attention's 2-D mask, or flex attention's BlockMask. A column is padding if not even the last query sees it.
 
     Raises:
         CacheError: a mask of a kind that cannot be read.
@@ -76,8 +76,11 @@ def real_tokens(attention_mask: Any, batch: int, new: int) -> Tensor | None:
     if attention_mask is None:
         return None
     if isinstance(attention_mask, Tensor):
-        visible = attention_mask[:, 0, -1, :] if attention_mask.ndim == 4 else attention_mask
-        visible = visible if visible.dtype == torch.bool else visible == 0
+        if attention_mask.ndim == 4:
+            visible = attention_mask[:, 0, -1, :]
+            visible = visible if visible.dtype == torch.bool else visible == 0  # additive: 0 or a large negative number
+        else:
+            visible = attention_mask != 0  # flash attention's, as users make them: 1 for tokens
     elif hasattr(attention_mask, "mask_mod"):
         queries, columns = attention_mask.seq_lengths
         device = attention_mask.kv_num_blocks.device

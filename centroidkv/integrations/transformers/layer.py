@@ -22,7 +22,6 @@ class CentroidLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self, growing: GrowingState) -> None:
@@ -67,6 +66,24 @@ class CentroidLayer(CacheLayerMixin):
         raise NotImplementedError("a compressed layer is offloaded by its storage: CentroidCache(storage=Offloaded())")
 
     prefetch = offload
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the next crop of the newest tokens is sure to be exact."""
+        return self.growing.waits
+
+    @property
+    def record_past(self) -> bool:
+        """The name by which transformers switches recording off."""
+        return self.growing.waits
+
+    @record_past.setter
+    def record_past(self, wanted: bool) -> None:
+        self.growing.waits = wanted
+
+    def activate_past_recording(self) -> None:
+        """Cluster new tokens only after the crop that follows them."""
+        self.growing.waits = True
 
     def crop(self, length: int) -> None:
         """Take back tokens that were not clustered yet; CacheError for others."""

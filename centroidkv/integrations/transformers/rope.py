@@ -7,6 +7,7 @@ from typing import Any
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from centroidkv.errors import RotaryError
+from centroidkv.integrations.transformers.release import rope_init_options, rope_parameters
 from centroidkv.rotary import Rotary
 
 HALF_LAYOUT = frozenset(
@@ -33,9 +34,7 @@ def rotary_of(config: Any, layer_type: str = "full_attention") -> Rotary:
     )
     if config.model_type not in HALF_LAYOUT:
         raise RotaryError(f"the channel layout of RoPE in {config.model_type!r} models is not known here; {by_hand}")
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters and layer_type in parameters:
-        parameters = parameters[layer_type]
+    parameters = rope_parameters(config, layer_type)
     if not parameters or "rope_theta" not in parameters:
         raise RotaryError(f"the configuration of this {config.model_type!r} model has no rope_theta; {by_hand}")
     kind = parameters.get("rope_type", "default")
@@ -47,6 +46,5 @@ def rotary_of(config: Any, layer_type: str = "full_attention") -> Rotary:
         return Rotary.from_theta(parameters["rope_theta"], int(size * partial))
     if kind not in ROPE_INIT_FUNCTIONS:
         raise RotaryError(f"RoPE of type {kind!r} is not known to this transformers release; {by_hand}")
-    nested = {"layer_type": layer_type} if layer_type in config.rope_parameters else {}
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, device="cpu", **nested)
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, device="cpu", **rope_init_options(config, layer_type))
     return Rotary(inv_freq.float(), scaling=float(scaling))

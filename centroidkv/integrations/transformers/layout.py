@@ -1,0 +1,76 @@
+"""Which layers of a model can be clustered: read off its configuration, before the first token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from centroidkv.errors import CacheError
+from centroidkv.integrations.transformers.release import text_config
+
+KEEPS_KEYS = frozenset(("full_attention", "attention", "sliding_attention", "chunked_attention"))
+"""Layer kinds, as configurations name them, whose cache holds keys and values per token."""
+
+SERVED = "CentroidCache serves layers of full attention, and leaves sliding windows as they are"
+
+
+def lay_out(config: Any) -> list[Any]:
+    """One entry per decoder layer: None for a layer to compress, transformers' own cache layer for a sliding window.
+
+    Args:
+        config: the model's configuration (of the decoder, or one that nests it).
+
+    Raises:
+        CacheError: a layer keeps something other than keys and values of its own, such as the state of linear
+            attention, latents that attention expands, or nothing because it reads another layer's keys.
+    """
+    config = text_config(config)
+    model = f"this {config.model_type!r} model"
+    if not getattr(config, "num_attention_heads", None):
+        raise CacheError(f"{model} has no attention heads, so its cache holds no keys to cluster; {SERVED}")
+    # Not only the cache layers' classes: releases before 5.4 keep a plain DynamicLayer in place of linear attention.
+    for index, kind in enumerate(_kinds(config)):
+        if kind not in KEEPS_KEYS:
+            raise CacheError(f"layer {index} of {model} is of kind {kind!r}, without keys to cluster; {SERVED}")
+    if getattr(config, "kv_lora_rank", None):
+        raise CacheError(
+            f"{model} uses latent attention (kv_lora_rank={config.kv_lora_rank}): what it caches is expanded to keys "
+            f"after the cache, where the degrees would be lost; {SERVED}"
+        )
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        raise CacheError(
+            f"the last {shared} layers of {model} read the keys of earlier layers, not the cache, and would see them "
+            f"without degrees; {SERVED}"
+        )
+    layers: list[Any] = []
+    for index, stock in enumerate(DynamicCache(config=config).layers):
+        if type(stock) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise CacheError(
+                f"layer {index} of {model} keeps a {type(stock).__name__}, which has no keys to cluster; {SERVED}"
+            )
+        layers.append(None if type(stock) is DynamicLayer else stock)
+    return layers
+
+
+def _kinds(config: Any) -> list[str]:
+    """The kind of each layer, if the configuration says so."""
+    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+
+
+class RefusedState:
+    """Stands for what only other kinds of layers ask of a cache: reading it raises CacheError, whichever release asks.
+
+    Such layers may come before the first one that hands over keys, by which the cache finds its model.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, cache: Any, owner: type) -> Any:
+        if cache is None:
+            return self
+        raise CacheError(
+            f"the model asks the cache for {self._name!r}: it has layers that keep no keys to cluster (linear "
+            f"attention, convolution or an index); {SERVED}"
+        )
