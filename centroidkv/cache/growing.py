@@ -274,12 +274,9 @@ class GrowingState:
             raise CacheError("nothing was appended yet, so there is nothing to pack")
         held, layout = self._kept.pack()
         facts = {
-            "form": self._kept.form,
-            "layout": layout,
-            "logical": self.logical,
-            "seconds": self.seconds,
+            "form": self._kept.form, "layout": layout, "logical": self.logical, "seconds": self.seconds,
             "clocks": [list(astuple(clock)) for clock in self._clocks],
-        }
+        }  # fmt: skip
         return [self._queries.pack(), *held], facts
 
     def unpack(self, held: Sequence[Held], facts: dict[str, Any], device: torch.device) -> None:
