@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test thorough slow peers fidelity bench lint format doctest clean
+.PHONY: help demo test thorough slow peers fidelity bench tables lint format doctest clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -64,6 +64,18 @@ bench: $(VENV)/.test ## Times of rounds, decoding and generation; kernels compil
 	$(BENCH) analysis.bench_generate --json results/bench_generate.json
 	$(BENCH) analysis.compile_kernels --json results/compile_kernels.json
 	$(BENCH) analysis.kernel_bytes
+
+# Everything that README, docs and analysis/README.md show, in the order in which it is cheapest to find out that it fails.
+tables: fidelity bench ## Every table and plot of the documents (many hours; fidelity and decode_quality go on where they stopped)
+	$(BIN)/centroidkv demo
+	$(BIN)/python -m analysis.needle
+	for model in smollm2 gemma3-270m; do $(BIN)/python -m analysis.similarity --model $$model || exit 1; done
+	$(BIN)/python -m analysis.partition_optimality --picture docs/pictures/partition_optimality.png
+	$(BIN)/python -m analysis.complexity
+	$(BIN)/python -m analysis.attention_error --picture docs/pictures/attention_error.png
+	$(BIN)/python -m analysis.decode_quality --json results/decode_quality.json --picture docs/pictures/decode_quality.png
+	$(BIN)/python -m analysis.bench_storage --json results/bench_storage.json
+	$(BIN)/python -m analysis.mutation
 
 thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)
