@@ -72,11 +72,12 @@ class GrowingState:
         seen, live = state.seen.tolist(), state.live.sum(-1).amax(-1).tolist()
         if any(tokens > logical for tokens in seen):
             raise CacheError(f"a state whose rows have seen {seen} tokens cannot stand for {logical} columns")
-        self.clear()
-        self._kept, self.logical = self._begin(state), logical
-        self._clocks = [RowClock(*row, since=0, events=1) for row in zip(seen, live, strict=True)]
+        kept = self._begin(state)
         if self.storage is not None:
-            self._kept = self._kept.settle(last_live(state, max(live, default=0)), live, set(range(state.batch)))
+            kept = kept.settle(last_live(state, max(live, default=0)), live, set(range(state.batch)))
+        self.clear()
+        self._kept, self.logical = kept, logical
+        self._clocks = [RowClock(*row, since=0, events=1) for row in zip(seen, live, strict=True)]
 
     def _begin(self, new: KVState) -> Whole | Parts:
         return Whole(new) if self.storage is None else Parts.begin(self.storage, new)

@@ -51,7 +51,7 @@ class CacheStats:
 
 def collect_stats(layers: Iterable[GrowingState]) -> CacheStats:
     """The statistics of the compressed layers of one cache."""
-    filled = [layer for layer in layers if layer.physical or layer.logical]
+    filled = [layer for layer in layers if layer.like is not None]
     if not filled:
         return CacheStats()
     fullest = max(filled, key=lambda layer: layer.physical)

@@ -299,6 +299,8 @@ def test_an_interrupted_save_leaves_the_old_file_whole(saved, monkeypatch, promp
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     monkeypatch.undo()
+    with pytest.raises(SavedCacheError, match="cannot be written"):
+        cache.save(path.parent / "no such folder" / "cache")
     cache.save(path)
     assert path.read_bytes() != before
     alike(CentroidCache.load(str(path), compressor(), config=model.config), cache)

@@ -59,8 +59,7 @@ def save_cache(cache: CentroidCache, path: str | PathLike[str]) -> None:
     interrupted save leaves an older file whole.
 
     Raises:
-        SavedCacheError: there is nothing to save, or a forward pass stopped half-way.
-        OSError: the file cannot be written.
+        SavedCacheError: there is nothing to save, a forward pass stopped half-way, or the file cannot be written.
     """
     lengths = {layer.get_seq_length() for layer in cache.layers}
     if lengths in (set(), {0}):
@@ -96,6 +95,8 @@ def save_cache(cache: CentroidCache, path: str | PathLike[str]) -> None:
         with part.open("rb+") as written:
             os.fsync(written.fileno())
         part.replace(final)
+    except SafetensorError as error:
+        raise SavedCacheError(f"{final} cannot be written: {error}; what was there before is untouched") from error
     finally:
         part.unlink(missing_ok=True)
 
