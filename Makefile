@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test thorough slow peers fidelity lint format doctest clean
+.PHONY: help demo test thorough slow compat peers fidelity lint format doctest clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -55,6 +55,9 @@ fidelity: $(PEERS)/.ready $(VENV)/.test ## Quality against kvpress on two models
 		$(PEERS)/bin/python -m analysis.fidelity --model $$model --texts $(TEXTS) --length 1000 \
 			--results results/fidelity_$$model.json --picture docs/pictures/fidelity_$$model.png || exit 1; \
 	done
+
+compat: ## The integration on transformers 4.57, 5.2, 5.17 and 5.24 (makes .venv-compat; minutes each), and a table
+	$(PYTHON) tools/compat.py $(COMPAT_ARGS)
 
 thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)
