@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test thorough slow peers fidelity bench tables lint format doctest clean
+.PHONY: help demo test thorough slow compat peers fidelity bench tables lint format doctest clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -76,6 +76,8 @@ tables: fidelity bench ## Every table and plot of the documents (many hours; fid
 	$(BIN)/python -m analysis.decode_quality --json results/decode_quality.json --picture docs/pictures/decode_quality.png
 	$(BIN)/python -m analysis.bench_storage --json results/bench_storage.json
 	$(BIN)/python -m analysis.mutation
+compat: ## The integration on transformers 4.57, 5.2, 5.17 and 5.24 (makes .venv-compat; minutes each), and a table
+	$(PYTHON) tools/compat.py $(COMPAT_ARGS)
 
 thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)
