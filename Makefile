@@ -83,7 +83,8 @@ thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)
 
 doctest: $(VENV)/.test ## The examples in the docstrings
-	$(BIN)/python -m pytest --doctest-modules centroidkv --ignore=centroidkv/cli -q
+	$(BIN)/python -m pytest --doctest-modules centroidkv --ignore=centroidkv/cli \
+		--ignore=centroidkv/integrations/kvpress -q # kvpress has an environment of its own
 
 lint: $(VENV)/.test ## Style, formatting and types
 	$(BIN)/ruff check .
