@@ -45,7 +45,8 @@ class Law:
             LawViolation: with the smallest counter-example found.
         """
 
-        @settings(max_examples=examples or settings().max_examples, report_multiple_bugs=False)
+        # No deadline: a law is about what is computed, and a busy machine breaks none.
+        @settings(max_examples=examples or settings().max_examples, report_multiple_bugs=False, deadline=None)
         @given(self.cases)
         def search(case: Any) -> None:
             try:
