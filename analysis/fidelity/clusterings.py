@@ -16,7 +16,7 @@ from centroidkv import Budget, Compressor, KVState, presets
 from centroidkv.matching import AllPairsMatching
 from centroidkv.queries import expected_attention
 from centroidkv.records import Assignment, Partition
-from centroidkv.schedule import FewestRounds
+from centroidkv.schedule import Constant, FewestRounds
 
 ATTENDED = "attended"
 
@@ -74,7 +74,8 @@ def like_the_paper(budget: Budget, **parts: Any) -> Compressor:
 
 
 CLUSTERINGS: dict[str, Callable[[Budget], Compressor]] = {
-    "all pairs": lambda budget: like_the_paper(budget, matching=AllPairsMatching()),
+    # Larger steps: a round of it takes seconds per layer, and small ones would need thirty.
+    "all pairs": lambda budget: like_the_paper(budget, matching=AllPairsMatching(), schedule=Constant(0.25)),
     "random pairs": lambda budget: like_the_paper(budget, similarity=AtRandom()),
     "merge after eviction": lambda budget: like_the_paper(
         budget, matching=MergeAfterEviction(), schedule=FewestRounds()
