@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation("rounds/blocked.py", ".mul_(share[part, None])", "", "check_compressor"),
     Mutation("rounds/blocked.py", "landing = changed - torch.searchsorted(movers, changed)", "landing = changed - 1", "check_compressor"),
     Mutation("rounds/blocked.py", "self.free = left - torch.searchsorted(movers, left)", "self.free = left.clamp(max=len(self.origin) - 1)", "check_compressor"),
-    Mutation("rounds/scorers.py", ".mul_(inverse[..., None, 1::2])", "", "test_blocked"),
+    Mutation("rounds/scorers.py", "keys[..., 1::2, :] * noted[..., 1::2, None]", "keys[..., 1::2, :]", "test_blocked"),
     Mutation("rounds/scorers.py", ".mul_(a).mul_(b)", ".mul_(a)", "test_blocked"),
     Mutation("compressor.py", "if state.slots <= budget:\n            return state", "if state.slots < budget:\n            return state", "check_compressor",
              "a row exactly at its budget: the plan is empty, so compressing it again changes nothing either"),
