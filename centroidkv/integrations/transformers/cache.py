@@ -217,15 +217,16 @@ class CentroidCache(Cache):
         )
         raise BackendError(
             f"{reason}, and the text would be silently wrong. Call enable(model) from "
-            "centroidkv.integrations.transformers around generate (for 'sdpa' and 'eager'), or choose another "
+            "centroidkv.integrations.transformers around generate (for 'sdpa', 'eager', flash), or choose another "
             "attn_implementation"
         )
 
     def _check_received(self) -> None:
         if self._pending is not None and not self._pending.received:
             raise BackendError(
-                "the previous layer attended without the degrees it was handed: the keys were changed between the "
-                "cache and the attention function. This model is not supported; please report it"
+                "the previous layer attended without the degrees it was handed. Either the forward pass was "
+                "interrupted there: reset() the cache and process the prompt again. Or the keys were changed between "
+                "the cache and the attention function: this model is not supported, please report it"
             )
 
     # -- taking back ----------------------------------------------------------------------------------------------
