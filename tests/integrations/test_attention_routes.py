@@ -124,16 +124,15 @@ def test_back_ends_agree_on_one_compressed_cache(flash, new, monkeypatch):
         assert (out - outs["sdpa"]).abs().max() <= 2 * bound, name
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(RELEASE < (5, 24), reason="flex attention takes degrees from a cache only from 5.24")
 @torch.no_grad()
 def test_flex_attention_agrees_with_the_others():
-    """Slow: it is compiled on first use."""
+    """Not compiled: with a bias, Inductor of torch 2.13 writes C++ for the CPU that does not compile."""
     case = Case(FAMILIES["llama"])
     ids, more = case.prompt(48), case.prompt(5, seed=1)
     logits = {}
     for name in ("sdpa", "flex_attention"):
-        with case.attending(name, with_enable=False):
+        with case.attending(name, with_enable=False), torch.compiler.set_stance("force_eager"):
             cache = case.cache()
             case.forward(ids, cache)
             logits[name] = case.forward(more, cache)
