@@ -5,10 +5,11 @@ python -m analysis.bench_round [--tokens 8192 16384 32768 65536 131072] [--devic
 Per length, one round (half of what is not preserved merges) and the whole compression of a prompt to a quarter, both
 as users call them (``compressor(state)``: checks, preserved sinks and recent tokens, position-ordered result), against
 ``clone()`` of the same keys and values, all-pairs matching and k-means with 10 iterations to the same size. Calls take
-turns. The slow ones run where they take seconds, not hours; ``--slow`` says up to which length.
+turns. The slow ones are timed on one head, whose pairs alone are a gigabyte at 16k tokens, and multiplied by the number
+of heads; ``--slow`` says up to which length.
 
-Peak memory is the most bytes of tensors alive at once during the round, beyond its input and its result (on a GPU: of
-the allocator), as a share of keys and values.
+Extra memory is the most bytes of tensors alive at once during the round, beyond its input and its result, as a share of
+keys and values: on the CPU counted on one thread and multiplied by their number, on a GPU the allocator's.
 """
 
 from __future__ import annotations
@@ -57,9 +58,14 @@ def extra_memory(compressor: Compressor, state: KVState) -> float:
         torch.cuda.reset_peak_memory_stats()
         result = compressor(state)
         return (torch.cuda.max_memory_allocated() - before - result.nbytes) / whole
-    with PeakBytes() as counter:
-        result = compressor(state)
-    return (counter.peak - result.nbytes) / whole
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # other threads' tensors would not be seen
+    try:
+        with PeakBytes() as counter:
+            result = compressor(state)
+    finally:
+        torch.set_num_threads(threads)
+    return min(threads, state.batch * state.heads) * (counter.peak - result.nbytes) / whole
 
 
 def measure(tokens: int, options: Any) -> dict[str, float]:
@@ -79,10 +85,11 @@ def measure(tokens: int, options: Any) -> dict[str, float]:
         calls[name] = lambda compressor=compressor: compressor(state)
     taken = seconds(calls, options.repeats, options.device)
     if tokens <= options.slow:
+        head = KVState.from_kv(state.keys[:, :1], state.values[:, :1])
         for name, compressor in competitors(tokens).items():
-            slow = {name: lambda compressor=compressor: compressor(state), "round": calls["round"]}
+            slow = {name: lambda compressor=compressor: compressor(head), "round": calls["round"]}
             both = seconds(slow, 1, options.device)
-            taken[name], taken[f"round beside {name}"] = both[name], both["round"]
+            taken[name], taken[f"round beside {name}"] = options.heads * both[name], both["round"]
     taken["extra memory"] = extra_memory(runs["round"], state)
     return taken
 

@@ -23,7 +23,7 @@ from centroidkv.rounds.scorers import Scorer
 from centroidkv.rounds.threads import in_parallel
 from centroidkv.state import IMPORTANCE, KVState, accumulation_dtype, gather_slots
 
-BLOCK = 2**19
+BLOCK = 2**18
 """Numbers in a block of keys: it and its products stay in a core's cache. Heads shorter than this share a group."""
 SUMMED = (IMPORTANCE,)
 """Slot data that adds up when slots merge, as degrees do."""
