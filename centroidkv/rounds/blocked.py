@@ -79,7 +79,8 @@ def blocked_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings:
     def result(x: Tensor) -> Tensor:
         return x.new_empty(batch, heads, final, *x.shape[3:])
 
-    keys, values, origin = result(state.keys), result(state.values), result(state.degree.long())
+    keys, values = result(state.keys), result(state.values)
+    origin = torch.empty(batch, heads, final, dtype=torch.long)
     totals = {name: result(weight) for name, weight in weights.items()}
     step = min(max(1, BLOCK // (slots * size)), count)
 
@@ -155,7 +156,8 @@ class _Group:
             self.rows[i] = _move_up(x, keep, int(movers[0]), into).index_copy_(0, landing, merged)
             if i == 0 and self.noted is not None:
                 self.noted = self.noted.index_select(0, keep)
-                self.noted[landing] = scorer.note(merged.to(x.dtype).to(self.dtype))
+                self.noted[landing] = scorer.note(merged.to(self.dtype))
+            del merged  # before the values' are made
         self.weights = {name: weight.index_select(0, keep) for name, weight in self.weights.items()}
         self.origin = self.origin.index_select(0, keep)
         left = self.free[stays.index_select(0, self.free)]
