@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import copy
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 
-from centroidkv.cache import CacheStats, GrowingState, Storage
+from centroidkv.cache import CacheStats, FixedState, GrowingState, Storage
 from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, CacheError, StageError
 from centroidkv.integrations.transformers import saving
 from centroidkv.integrations.transformers.attention import DegreeTag, log_degree_bias, takes_tags
 from centroidkv.integrations.transformers.caller import find_caller, find_queries, real_tokens
+from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_route, hand_over
 from centroidkv.integrations.transformers.heads import check_heads
-from centroidkv.integrations.transformers.layer import CentroidLayer
+from centroidkv.integrations.transformers.layer import CentroidLayer, lay_out
 from centroidkv.integrations.transformers.release import (
     STOCK_BIAS_BACKENDS,
     STOCK_TAKES_BIAS,
     shared_kwargs,
     text_config,
+)
+from centroidkv.integrations.transformers.release import (
+    query_length as tokens_asked,
 )
 from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.rotary import Rotary
@@ -47,9 +51,12 @@ class CentroidCache(Cache):
         rotary: how keys are rotated, for models whose RoPE is not recognised.
         storage: how what was compressed is held between steps: ``Quantised(bits=8)``, ``Offloaded()``, or both as
             ``Offloaded(Quantised(bits=8))`` (:mod:`centroidkv.cache`). None: as it is.
+        capacity: "growing", or "fixed": buffers of budget + interval slots, for decoding under ``torch.compile``
+            without recompilation (:class:`~centroidkv.cache.FixedState`). Needs ``Budget.tokens``.
 
     Raises:
         StageError: not a Compressor, one whose sizes depend on the data, or an interval below 1.
+        BudgetError: capacity="fixed" with a ratio.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class CentroidCache(Cache):
         config: Any = None,
         rotary: Rotary | None = None,
         storage: Storage | None = None,
+        capacity: Literal["growing", "fixed"] = "growing",
     ) -> None:
         super().__init__(layers=[])
         if not isinstance(compressor, Compressor):
@@ -71,8 +79,13 @@ class CentroidCache(Cache):
                 "every layer of a cache must come out equally long, because one mask serves them all; the sizes of "
                 f"this compressor depend on the data: {compressor!r}"
             )
-        GrowingState(compressor, interval, storage=storage)  # refuses bad arguments now, not at the first token
+        if capacity not in ("growing", "fixed"):
+            raise CacheError(f"capacity is 'growing' or 'fixed', got {capacity!r}")
+        if capacity == "fixed" and storage is not None:
+            raise CacheError(f"capacity='fixed' attends to its buffers as they are; leave storage={storage!r} out")
         self.compressor, self.interval, self.rotary, self.storage = compressor, interval, rotary, storage
+        self.capacity = capacity
+        self._new_layer(rotary)  # refuses bad arguments now, not at the first token
         self._told = None if config is None else text_config(config)
         self.reset()
 
@@ -82,7 +95,7 @@ class CentroidCache(Cache):
         self._config: Any = None
         self._pending: DegreeTag | None = None
         self._real: Tensor | None = None
-        self._inner_padding = False
+        self._inner_padding = self._padded = False
         if self._told is not None:
             self._bind(self._told)
 
@@ -91,18 +104,12 @@ class CentroidCache(Cache):
         rotary = self.rotary
         if rotary is None and self.compressor.needs_rotary:
             rotary = rotary_of(config)
-        layers: list[Any] = []
-        for index, stock in enumerate(DynamicCache(config=config).layers):
-            if type(stock) is DynamicLayer:
-                layers.append(CentroidLayer(GrowingState(self.compressor, self.interval, rotary, self.storage)))
-            elif type(stock) is DynamicSlidingWindowLayer:
-                layers.append(stock)
-            else:
-                raise CacheError(
-                    f"layer {index} of this {config.model_type!r} model keeps a {type(stock).__name__}, which has no "
-                    "keys to cluster; CentroidCache serves full and sliding-window attention"
-                )
-        self.layers, self._config = layers, config
+        self.layers, self._config = lay_out(config, lambda: self._new_layer(rotary), self.capacity), config
+
+    def _new_layer(self, rotary: Rotary | None) -> CentroidLayer:
+        if self.capacity == "fixed":
+            return FixedLayer(FixedState(self.compressor, self.interval, rotary))
+        return CentroidLayer(GrowingState(self.compressor, self.interval, rotary, self.storage))
 
     @property
     def _compressed(self) -> list[GrowingState]:
@@ -112,6 +119,36 @@ class CentroidCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values; returns what this step attends to, and passes ln N on to the attention."""
+        if self.capacity == "growing":
+            return self._append(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if layer is None or not layer.ready_for(key_states):
+            return torch.compiler.disable(self._append)(key_states, value_states, layer_idx, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            layer.growing.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs
+        shared = check_route(self._config, shared_kwargs(kwargs), self._padded)
+        keys, values, degree = layer.growing.step(key_states, value_states)
+        hand_over(degree, shared, self._config, key_states.dtype)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        """(slots that the coming step attends to, offset); with a fixed capacity also the moment to cluster.
+
+        ``generate`` asks before it enters the compiled pass; one compiled by hand asks from within, and breaks here.
+        """
+        if self.capacity == "fixed":
+            self._announce(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @torch.compiler.disable
+    def _announce(self, new: Any) -> None:
+        for layer in self.layers:
+            layer.growing.begin(tokens_asked(new))
+        self._check_level({layer.growing.known_logical for layer in self.layers})
+
+    def _append(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self._config is None or self._leads(layer_idx):
             self._begin_step(layer_idx, batch=key_states.shape[0], new=key_states.shape[2])
         if layer_idx >= len(self.layers):
@@ -129,6 +166,9 @@ class CentroidCache(Cache):
         check_heads(self.compressor, key_states.shape[1], self._config)
 
         real = None if self._real is None else self._real.to(key_states.device)
+        self._padded |= real is not None
+        if self.capacity == "fixed":
+            check_route(self._config, shared, self._padded)
         queries = find_queries(layer_idx) if self.compressor.needs_queries else None
         keys, values, degree = layer.growing.append(key_states, value_states, real, queries)
         if self.storage is not None:
@@ -172,11 +212,7 @@ class CentroidCache(Cache):
             if self._config is None:
                 self._bind(caller.module.config)
             self._config = caller.module.config  # of the model that is running now, whichever was bound
-        if len({layer.logical for layer in self._compressed}) > 1:
-            raise CacheError(
-                "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; "
-                "reset() the cache and process the prompt again"
-            )
+        self._check_level({layer.logical for layer in self._compressed})
         self._real = None if caller is None else real_tokens(caller.attention_mask, batch, new)
         if self._real is not None and self._leads(layer_idx):
             begun = self._compressed[0].row_started()
@@ -184,6 +220,13 @@ class CentroidCache(Cache):
                 torch.tensor(begun, device=self._real.device)[:, None] if begun else 0
             )
             self._inner_padding |= bool((~self._real & (seen > 0)).any())
+
+    def _check_level(self, tokens: set[int]) -> None:
+        if len(tokens) > 1:
+            raise CacheError(
+                "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; "
+                "reset() the cache and process the prompt again"
+            )
 
     def _check_stock(self, shared: dict[str, Any] | None) -> None:
         """Refuse attention that would ignore the degrees, before the first token."""
@@ -209,6 +252,11 @@ class CentroidCache(Cache):
             )
 
     # -- reading --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile decoding steps: with a fixed capacity."""
+        return self.capacity == "fixed"
 
     @property
     def is_croppable(self) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from centroidkv.cache import GrowingState
+from centroidkv.errors import CacheError
 from centroidkv.integrations.transformers.release import query_length, tokens_to_remove
 
 
@@ -82,3 +84,28 @@ class CentroidLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.growing.like is not None:
             self.growing.reorder(torch.arange(self.growing.like.batch)[indices.cpu()])
+
+
+def lay_out(config: Any, new_layer: Callable[[], CentroidLayer], capacity: str) -> list[Any]:
+    """The layers of a model's cache: compressed ones for full attention, stock ones for sliding windows.
+
+    Raises:
+        CacheError: a layer has no keys to cluster, or grows where ``capacity`` is "fixed".
+    """
+    layers: list[Any] = []
+    for index, stock in enumerate(DynamicCache(config=config).layers):
+        if type(stock) is DynamicLayer:
+            layers.append(new_layer())
+        elif type(stock) is not DynamicSlidingWindowLayer:
+            raise CacheError(
+                f"layer {index} of this {config.model_type!r} model keeps a {type(stock).__name__}, which has no "
+                "keys to cluster; CentroidCache serves full and sliding-window attention"
+            )
+        elif capacity == "fixed":
+            raise CacheError(
+                f"layer {index} of this {config.model_type!r} model keeps a sliding window, whose stock cache changes "
+                "its size; capacity='fixed' serves models of full attention only, use capacity='growing'"
+            )
+        else:
+            layers.append(stock)
+    return layers
