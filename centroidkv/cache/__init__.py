@@ -1,5 +1,6 @@
 """Caches that grow and are compressed as they grow; independent of any engine."""
 
+from centroidkv.cache.fixed import FixedState
 from centroidkv.cache.growing import GrowingState
 from centroidkv.cache.offloaded import Offloaded
 from centroidkv.cache.quantised import Codes, Quantised, QuantisedState, quantise
@@ -8,6 +9,7 @@ from centroidkv.cache.storage import Exact, Held, Storage
 
 __all__ = [
     "CacheStats",
+    "FixedState",
     "GrowingState",
     "Storage",
     "Held",

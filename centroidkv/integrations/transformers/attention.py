@@ -28,6 +28,10 @@ LARGEST_FLASH_HEAD = 256
 
 _TAG = "_centroidkv_degree"
 
+FIXED_DEGREE = "centroidkv_degree"
+"""Keyword argument that carries the degrees ``[B, H, C]`` of a fixed-capacity cache. A tag on the keys would be lost in
+compiled graphs, where an attribute of a tensor is not part of it."""
+
 
 class DegreeTag:
     """Degrees that travel on a key tensor from the cache to our attention function, which signs for them."""
@@ -62,6 +66,13 @@ def _wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         stock = functools.partial(_stock(name, module), dropout=dropout)
+        if (fixed := kwargs.pop(FIXED_DEGREE, None)) is not None:
+            # One new token, at any slot: every slot answers to its degree alone, and the mask's columns mean nothing.
+            if name == "sdpa" and not dropout and kwargs.get("softcap") is None:
+                out = degree_attention(query, key, value, fixed, scale=kwargs.get("scaling"))
+                return out.transpose(1, 2).contiguous(), None
+            bias = fixed.log().to(query.dtype).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            return stock(module, query, key, value, bias[:, :, None, :], **kwargs)
         tag: DegreeTag | None = getattr(key, _TAG, None)
         if tag is None:
             return stock(module, query, key, value, attention_mask, **kwargs)

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from centroidkv.cache import CacheStats, GrowingState, Storage
+from centroidkv.cache import CacheStats, FixedState, GrowingState, Storage
 from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
-from centroidkv.errors import BackendError, BudgetNotMetWarning, CacheError, StageError
-from centroidkv.integrations.transformers import saving
+from centroidkv.errors import BackendError
+from centroidkv.integrations.transformers import checks, saving
 from centroidkv.integrations.transformers.attention import DegreeTag, log_degree_bias, takes_tags
 from centroidkv.integrations.transformers.caller import find_caller, find_queries, real_tokens
+from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_route, hand_over
 from centroidkv.integrations.transformers.heads import check_heads
 from centroidkv.integrations.transformers.layer import CentroidLayer
-from centroidkv.integrations.transformers.layout import RefusedState, lay_out
+from centroidkv.integrations.transformers.layout import RefusesStates, lay_out, warn_of_nothing
 from centroidkv.integrations.transformers.release import (
-    STOCK_BIAS_BACKENDS,
-    STOCK_TAKES_BIAS,
+    query_length as tokens_asked,
+)
+from centroidkv.integrations.transformers.release import (
     shared_kwargs,
     text_config,
     tokens_to_remove,
@@ -32,7 +33,7 @@ from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.rotary import Rotary
 
 
-class CentroidCache(Cache):
+class CentroidCache(RefusesStates, Cache):
     """Hand it to ``generate``: ``model.generate(**inputs, past_key_values=CentroidCache(presets.distinctive(0.25)))``.
 
     The prompt is processed with full attention. A layer that is over budget is compressed right after it attended,
@@ -50,15 +51,13 @@ class CentroidCache(Cache):
         rotary: how keys are rotated, for models whose RoPE is not recognised.
         storage: how what was compressed is held between steps: ``Quantised(bits=8)``, ``Offloaded()``, or both as
             ``Offloaded(Quantised(bits=8))`` (:mod:`centroidkv.cache`). None: as it is.
+        capacity: "growing", or "fixed": buffers of budget + interval slots, for decoding under ``torch.compile``
+            without recompilation (:class:`~centroidkv.cache.FixedState`). Needs ``Budget.tokens``.
 
     Raises:
         StageError: not a Compressor, one whose sizes depend on the data, or an interval below 1.
+        BudgetError: capacity="fixed" with a ratio.
     """
-
-    # What linear attention, convolutions and indexed attention ask for, in one release or another.
-    has_previous_state, conv_states, ssm_states, recurrent_states = (RefusedState() for _ in range(4))
-    get_conv_state, get_recurrent_state = RefusedState(), RefusedState()
-    update_conv_state, update_recurrent_state, update_indexer = (RefusedState() for _ in range(3))
 
     def __init__(
         self,
@@ -68,19 +67,13 @@ class CentroidCache(Cache):
         config: Any = None,
         rotary: Rotary | None = None,
         storage: Storage | None = None,
+        capacity: Literal["growing", "fixed"] = "growing",
     ) -> None:
         super().__init__(layers=[])
-        if not isinstance(compressor, Compressor):
-            raise StageError(
-                f"CentroidCache takes a Compressor, such as presets.centroidkv(0.25), got {type(compressor).__name__}"
-            )
-        if not compressor.plannable:
-            raise StageError(
-                "every layer of a cache must come out equally long, because one mask serves them all; the sizes of "
-                f"this compressor depend on the data: {compressor!r}"
-            )
-        GrowingState(compressor, interval, storage=storage)  # refuses bad arguments now, not at the first token
+        checks.check_arguments(compressor, capacity, storage)
         self.compressor, self.interval, self.rotary, self.storage = compressor, interval, rotary, storage
+        self.capacity = capacity
+        self._new_layer(rotary)  # refuses bad arguments now, not at the first token
         self._told = None if config is None else text_config(config)
         self.reset()
 
@@ -90,29 +83,27 @@ class CentroidCache(Cache):
         self._config: Any = None
         self._pending: DegreeTag | None = None
         self._real: Tensor | None = None
-        self._inner_padding = False
+        self._inner_padding = self._padded = False
         self._recording = False
         if self._told is not None:
             self._bind(self._told)
 
     def _bind(self, config: Any) -> None:
         """Lay out the layers as the model's configuration says: compress full attention, leave sliding windows."""
-        planned = lay_out(config)
+        planned = lay_out(config, self.capacity)
+        warn_of_nothing(planned, config)
         rotary = self.rotary
         if rotary is None and self.compressor.needs_rotary:
             rotary = rotary_of(config)
-        parts = (self.compressor, self.interval, rotary, self.storage)
-        self.layers = [CentroidLayer(GrowingState(*parts)) if stock is None else stock for stock in planned]
+        self.layers = [self._new_layer(rotary) if stock is None else stock for stock in planned]
         self._config = config
-        if not self._compressed:
-            warnings.warn(
-                f"all {len(planned)} layers of this {config.model_type!r} model are sliding windows, which bound "
-                "their own caches: CentroidCache leaves them as they are and compresses nothing",
-                BudgetNotMetWarning,
-                stacklevel=2,
-            )
         if self._recording:
             self.activate_past_recording()
+
+    def _new_layer(self, rotary: Rotary | None) -> CentroidLayer:
+        if self.capacity == "fixed":
+            return FixedLayer(FixedState(self.compressor, self.interval, rotary))
+        return CentroidLayer(GrowingState(self.compressor, self.interval, rotary, self.storage))
 
     @property
     def _compressed(self) -> list[GrowingState]:
@@ -122,23 +113,53 @@ class CentroidCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values; returns what this step attends to, and passes ln N on to the attention."""
+        if self.capacity == "growing":
+            return self._append(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if layer is None or not layer.ready_for(key_states):
+            return torch.compiler.disable(self._append)(key_states, value_states, layer_idx, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            layer.growing.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs
+        shared = check_route(self._config, shared_kwargs(kwargs), self._padded)
+        keys, values, degree = layer.growing.step(key_states, value_states)
+        hand_over(degree, shared, self._config, key_states.dtype)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        """(slots that the coming step attends to, offset); with a fixed capacity also the moment to cluster.
+
+        ``generate`` asks before it enters the compiled pass; one compiled by hand asks from within, and breaks here.
+        """
+        if self.capacity == "fixed":
+            self._announce(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @torch.compiler.disable
+    def _announce(self, new: Any) -> None:
+        for layer in self.layers:
+            layer.growing.begin(tokens_asked(new))
+        checks.check_level({layer.growing.known_logical for layer in self.layers})
+
+    def _append(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self._config is None or self._leads(layer_idx):
             self._begin_step(layer_idx, batch=key_states.shape[0], new=key_states.shape[2])
-        if layer_idx >= len(self.layers):
-            raise CacheError(
-                f"the cache has {len(self.layers)} layers, the model asks for layer {layer_idx}; reset() it"
-            )
+        checks.check_layer(layer_idx, len(self.layers))
         layer = self.layers[layer_idx]
         if not isinstance(layer, CentroidLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         shared = shared_kwargs(kwargs)
         by_tag = takes_tags(self._config)
         if not by_tag:
-            self._check_stock(shared)
-        self._check_received()
+            checks.check_stock(self._config, shared)
+        checks.check_received(self._pending)
         check_heads(self.compressor, key_states.shape[1], self._config)
 
         real = None if self._real is None else self._real.to(key_states.device)
+        self._padded |= real is not None
+        if self.capacity == "fixed":
+            check_route(self._config, shared, self._padded)
         queries = find_queries(layer_idx) if self.compressor.needs_queries else None
         keys, values, degree = layer.growing.append(key_states, value_states, real, queries)
         if self.storage is not None:
@@ -148,12 +169,8 @@ class CentroidCache(Cache):
         if by_tag:
             self._pending = DegreeTag(degree)
             return self._pending.attach(keys), values
-        if self._inner_padding:
-            raise CacheError(
-                "the batch holds padding between real tokens, whose mask columns no longer fit the compressed slots; "
-                "call enable(model) from centroidkv.integrations.transformers, which masks by slot"
-            )
-        assert shared is not None  # _check_stock saw to it
+        checks.check_padding(self._inner_padding)
+        assert shared is not None  # check_stock saw to it
         groups = self._config.num_attention_heads // keys.shape[1]
         bias = log_degree_bias(degree, groups, new=key_states.shape[2]).to(key_states.dtype)
         bias = bias.expand(-1, -1, key_states.shape[2], -1)
@@ -196,38 +213,12 @@ class CentroidCache(Cache):
 
         Those have seen this step's ``new`` tokens already, the layers from the leading one on have not.
         """
-        if not self._leads(layer_idx):
-            return
-        seen = {layer.get_seq_length() - (new if i < layer_idx else 0) for i, layer in enumerate(self.layers)}
-        if len(seen) > 1:
-            raise CacheError(
-                "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; "
-                "reset() the cache and process the prompt again"
-            )
-
-    def _check_stock(self, shared: dict[str, Any] | None) -> None:
-        """Refuse attention that would ignore the degrees, before the first token."""
-        name = self._config._attn_implementation
-        if shared is not None and STOCK_TAKES_BIAS and name in STOCK_BIAS_BACKENDS:
-            return
-        reason = (
-            f"attention {name!r} would ignore the degrees of merged tokens"
-            if name not in STOCK_BIAS_BACKENDS
-            else "in this transformers release or model a cache cannot hand the degrees to the attention"
-        )
-        raise BackendError(
-            f"{reason}, and the text would be silently wrong. Call enable(model) from "
-            "centroidkv.integrations.transformers around generate (for 'sdpa', 'eager', flash), or choose another "
-            "attn_implementation"
-        )
-
-    def _check_received(self) -> None:
-        if self._pending is not None and not self._pending.received:
-            raise BackendError(
-                "the previous layer attended without the degrees it was handed. Either the forward pass was "
-                "interrupted there: reset() the cache and process the prompt again. Or the keys were changed between "
-                "the cache and the attention function: this model is not supported, please report it"
-            )
+        if self._leads(layer_idx):
+            windows = {layer.get_seq_length() - new for layer in self.layers[:layer_idx]}
+            later = {
+                layer.get_seq_length() for layer in self.layers[layer_idx:] if not isinstance(layer, CentroidLayer)
+            }
+            checks.check_level(windows | later | {layer.logical for layer in self._compressed})
 
     # -- taking back ----------------------------------------------------------------------------------------------
 
@@ -259,6 +250,11 @@ class CentroidCache(Cache):
             layer.crop(length)
 
     # -- reading --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile decoding steps: with a fixed capacity."""
+        return self.capacity == "fixed"
 
     @property
     def is_croppable(self) -> bool:

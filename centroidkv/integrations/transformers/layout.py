@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from centroidkv.errors import CacheError
+from centroidkv.errors import BudgetNotMetWarning, CacheError
 from centroidkv.integrations.transformers.release import text_config
 
 KEEPS_KEYS = frozenset(("full_attention", "attention", "sliding_attention", "chunked_attention"))
@@ -15,11 +16,12 @@ KEEPS_KEYS = frozenset(("full_attention", "attention", "sliding_attention", "chu
 SERVED = "CentroidCache serves layers of full attention, and leaves sliding windows as they are"
 
 
-def lay_out(config: Any) -> list[Any]:
+def lay_out(config: Any, capacity: str = "growing") -> list[Any]:
     """One entry per decoder layer: None for a layer to compress, transformers' own cache layer for a sliding window.
 
     Args:
         config: the model's configuration (of the decoder, or one that nests it).
+        capacity: "fixed" where no layer may change its size.
 
     Raises:
         CacheError: a layer keeps something other than keys and values of its own, such as the state of linear
@@ -49,8 +51,24 @@ def lay_out(config: Any) -> list[Any]:
             raise CacheError(
                 f"layer {index} of {model} keeps a {type(stock).__name__}, which has no keys to cluster; {SERVED}"
             )
+        if capacity == "fixed" and type(stock) is DynamicSlidingWindowLayer:
+            raise CacheError(
+                f"layer {index} of {model} keeps a sliding window, whose stock cache changes its size; "
+                "capacity='fixed' serves models of full attention only, use capacity='growing'"
+            )
         layers.append(None if type(stock) is DynamicLayer else stock)
     return layers
+
+
+def warn_of_nothing(planned: list[Any], config: Any) -> None:
+    """Say so where there is no layer to compress."""
+    if None not in planned:
+        warnings.warn(
+            f"all {len(planned)} layers of this {config.model_type!r} model are sliding windows, which bound their own "
+            "caches: CentroidCache leaves them as they are and compresses nothing",
+            BudgetNotMetWarning,
+            stacklevel=3,
+        )
 
 
 def _kinds(config: Any) -> list[str]:
@@ -74,3 +92,11 @@ class RefusedState:
             f"the model asks the cache for {self._name!r}: it has layers that keep no keys to cluster (linear "
             f"attention, convolution or an index); {SERVED}"
         )
+
+
+class RefusesStates:
+    """What linear attention, convolutions and indexed attention ask a cache for, in one release or another."""
+
+    has_previous_state, conv_states, ssm_states, recurrent_states = (RefusedState() for _ in range(4))
+    get_conv_state, get_recurrent_state = RefusedState(), RefusedState()
+    update_conv_state, update_recurrent_state, update_indexer = (RefusedState() for _ in range(3))
