@@ -21,14 +21,8 @@ from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_r
 from centroidkv.integrations.transformers.heads import check_heads
 from centroidkv.integrations.transformers.layer import CentroidLayer
 from centroidkv.integrations.transformers.layout import RefusesStates, lay_out, warn_of_nothing
-from centroidkv.integrations.transformers.release import (
-    query_length as tokens_asked,
-)
-from centroidkv.integrations.transformers.release import (
-    shared_kwargs,
-    text_config,
-    tokens_to_remove,
-)
+from centroidkv.integrations.transformers.release import query_groups, shared_kwargs, text_config, tokens_to_remove
+from centroidkv.integrations.transformers.release import query_length as tokens_asked
 from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.rotary import Rotary
 
@@ -171,8 +165,7 @@ class CentroidCache(RefusesStates, Cache):
             return self._pending.attach(keys), values
         checks.check_padding(self._inner_padding)
         assert shared is not None  # check_stock saw to it
-        groups = self._config.num_attention_heads // keys.shape[1]
-        bias = log_degree_bias(degree, groups, new=key_states.shape[2]).to(key_states.dtype)
+        bias = log_degree_bias(degree, query_groups(self._config), new=key_states.shape[2]).to(key_states.dtype)
         bias = bias.expand(-1, -1, key_states.shape[2], -1)
         own = shared.get("position_bias")
         shared["position_bias"] = bias if own is None else bias + own

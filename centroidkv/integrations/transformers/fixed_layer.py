@@ -10,7 +10,7 @@ from centroidkv.cache import FixedState
 from centroidkv.errors import BackendError
 from centroidkv.integrations.transformers.attention import FIXED_DEGREE, takes_tags
 from centroidkv.integrations.transformers.layer import CentroidLayer
-from centroidkv.integrations.transformers.release import STOCK_TAKES_BIAS, query_length
+from centroidkv.integrations.transformers.release import STOCK_TAKES_BIAS, query_groups, query_length
 
 
 class FixedLayer(CentroidLayer):
@@ -73,7 +73,7 @@ def hand_over(degree: Tensor, shared: dict[str, Any], config: Any, dtype: Any) -
     if takes_tags(config):
         shared[FIXED_DEGREE] = degree
         return
-    groups = config.num_attention_heads // config.num_key_value_heads
+    groups = query_groups(config)
     bias = degree.log().to(dtype).repeat_interleave(groups, dim=1)[:, :, None, :]
     own = shared.get("position_bias")
     shared["position_bias"] = bias if own is None else bias + own

@@ -76,3 +76,8 @@ def rope_init_options(config: Any, layer_type: str) -> dict[str, Any]:
 
 
 _CROP_TAKES_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+
+
+def query_groups(config: Any) -> int:
+    """Query heads per KV head, the same on every rank of a tensor-parallel model."""
+    return config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
