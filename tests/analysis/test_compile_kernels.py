@@ -26,6 +26,7 @@ def test_no_default_configuration_spills_on_sm_90(tmp_path):
     assert {"triton", "torch", "commit"} <= found["environment"].keys()
     kernels = {one["kernel"]: one for one in found["kernels"]}
     assert {f"{name} d128 bf16" for name in ("matching", "merge", "round") for kind in ("bf16", "fp32")} <= set(kernels)
+    assert "paged attention split d128 bf16" in kernels
     assert not [name for name, one in kernels.items() if one["default"] and one["spilled_bytes"]]
     assert all(0 < one["registers"] <= 255 and one["instructions"] > 100 for one in kernels.values())
     assert done.stdout.splitlines()[-1].startswith("| ")

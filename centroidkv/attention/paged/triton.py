@@ -81,8 +81,10 @@ def paged_kernel(
 
 def choose_paged_tiles(groups: int, size: int, value_size: int, dtype: torch.dtype) -> Tiles:
     """As for a cache in one piece, but the addresses of blocks need registers too."""
-    tiles = choose_tiles(groups, size, value_size, dtype)
-    return replace(tiles, warps=8) if padded(max(size, value_size)) > 64 else tiles
+    tiles, widest = choose_tiles(groups, size, value_size, dtype), padded(max(size, value_size))
+    if widest > 128 and dtype == torch.float32:
+        return replace(tiles, warps=4)  # eight warps would spill a few of them
+    return replace(tiles, warps=8) if widest > 64 else tiles
 
 
 def paged_degree_attention_triton(
