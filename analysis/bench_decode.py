@@ -32,10 +32,10 @@ from analysis.store import device_name, environment, write_json
 from analysis.timing import seconds
 from centroidkv.attention import chosen_backend, degree_attention
 from centroidkv.cli.demo import format_table
+from centroidkv.cli.generate import DTYPES
 from centroidkv.kernels import why_not_triton
 
 SHARES = (1.0, 0.5, 0.25)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

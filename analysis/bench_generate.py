@@ -29,10 +29,10 @@ from analysis.store import environment, write_json
 from analysis.timing import synchronize
 from centroidkv import presets
 from centroidkv.cli.demo import format_table
+from centroidkv.cli.generate import DTYPES
 from centroidkv.integrations.transformers import CentroidCache, enable, load_named
 
 NEVER = 10**9
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def random_llama(layers: int, dtype: torch.dtype, longest: int) -> Any:

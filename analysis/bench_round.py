@@ -26,12 +26,12 @@ from analysis.store import environment, write_json
 from analysis.timing import PeakBytes, seconds
 from centroidkv import Budget, Compressor, KVState, presets
 from centroidkv.cli.demo import format_table
+from centroidkv.cli.generate import DTYPES
 from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, KMeans
 from centroidkv.schedule import Constant, FewestRounds
 from centroidkv.similarity import NegativeEuclidean
 
 SINKS_AND_RECENT = 68
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def one_round(tokens: int, rank: str = "sequence", backend: str = "auto") -> Compressor:

@@ -127,6 +127,19 @@ def check_slots(keys: Tensor, values: Tensor, degree: Tensor, positions: Tensor)
             raise DtypeError(f"{name} must be {' or '.join(map(str, kinds))}, got {x.dtype}")
 
 
+def slots_like(
+    keys: Tensor, values: Tensor, degree: Tensor, positions: Tensor, slots: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Blank tensors for ``slots`` slots of every head, of the same types and sizes otherwise."""
+    shape = (*keys.shape[:2], slots)
+    return (
+        torch.empty(*shape, keys.shape[-1], dtype=keys.dtype, device=keys.device),
+        torch.empty(*shape, values.shape[-1], dtype=values.dtype, device=keys.device),
+        torch.empty(shape, dtype=degree.dtype, device=keys.device),
+        torch.empty(shape, dtype=positions.dtype, device=keys.device),
+    )
+
+
 def padded(size: int) -> int:
     """The power of two that holds ``size``, at least 16: the least that a product of tiles takes.
 

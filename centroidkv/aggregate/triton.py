@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from centroidkv.errors import BackendError, ShapeError
-from centroidkv.kernels import INTERPRET, TYPES, KernelCase, check_slots, padded, require_triton
+from centroidkv.kernels import INTERPRET, TYPES, KernelCase, check_slots, padded, require_triton, slots_like
 
 # Triton's interpreter cuts float32 off when it stores bfloat16; GPUs round to nearest even, and so does `rounded`.
 INTERPRETED = tl.constexpr(os.environ.get(INTERPRET) == "1")
@@ -135,12 +135,7 @@ def merge_triton(
             f"the merge kernel writes the same number of slots for every head, here they keep {least} to {left}; "
             "call it head by head, or use backend='reference'"
         )
-    out = (
-        torch.empty(batch, heads, left, size, dtype=keys.dtype, device=keys.device),
-        torch.empty(batch, heads, left, value_size, dtype=values.dtype, device=keys.device),
-        torch.empty(batch, heads, left, dtype=degree.dtype, device=keys.device),
-        torch.empty(batch, heads, left, dtype=positions.dtype, device=keys.device),
-    )
+    out = slots_like(keys, values, degree, positions, left)
     if not out[2].numel():
         return out
     kept, order, start, end = _members(joins, stays, left)

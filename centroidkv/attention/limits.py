@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from centroidkv.errors import BackendError, CentroidKVError, DtypeError, ShapeError
-from centroidkv.kernels import require_triton
-
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST_SIZE = 256
-"""A program keeps whole heads in registers."""
+from centroidkv.kernels import LARGEST_SIZE, TYPES, require_triton
 
 
 def require_kernel(query: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -23,8 +19,8 @@ def require_kernel(query: Tensor, keys: Tensor, values: Tensor) -> None:
     """
     require_triton(query.device)
     other = "use backend='auto' or 'reference'"
-    if query.dtype not in KERNEL_DTYPES:
-        raise DtypeError(f"the Triton kernels compute in {list(KERNEL_DTYPES)}, got {query.dtype}; {other}")
+    if query.dtype not in TYPES:
+        raise DtypeError(f"the Triton kernels compute in {list(TYPES)}, got {query.dtype}; {other}")
     for name, size in (("keys", keys.shape[-1]), ("values", values.shape[-1])):
         if size > LARGEST_SIZE:
             raise ShapeError(f"the Triton kernels take head sizes up to {LARGEST_SIZE}, {name} have {size}; {other}")

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from centroidkv.attention.limits import require_kernel
-from centroidkv.kernels import KernelCase
+from centroidkv.kernels import TYPES, KernelCase, padded
 
 LOG2_E = math.log2(math.e)
 MOST_SPLITS = 128
@@ -49,11 +49,6 @@ def choose_tiles(rows: int, size: int, value_size: int, dtype: torch.dtype) -> T
     if dtype == torch.float32:  # multiplied without tensor cores, and twice the bytes
         return Tiles(16, 32 if widest <= 64 else 16, 4 if widest <= 128 else 8, 2)
     return Tiles(16 if rows <= 16 else 32, 64 if widest <= 128 else 32, 4 if widest <= 64 else 8, 2)
-
-
-def padded(size: int) -> int:
-    """Head sizes are padded to a power of two, as Triton's tiles are; 16 is the least that tensor cores multiply."""
-    return max(16, triton.next_power_of_2(size))
 
 
 @triton.jit
@@ -237,9 +232,6 @@ def degree_attention_triton(
         )  # fmt: skip
         join(parts, lse, out)
     return out
-
-
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def cases() -> list[KernelCase]:

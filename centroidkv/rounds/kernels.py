@@ -10,15 +10,13 @@ from torch import Tensor
 
 from centroidkv.aggregate.segments import add_importance
 from centroidkv.dense import merge_sorted
+from centroidkv.kernels import LARGEST_SIZE, TYPES
 from centroidkv.matching.bipartite import share_out
 from centroidkv.matching.candidates import Candidates, best
 from centroidkv.records import Assignment
 from centroidkv.rounds.blocked import Settings
 from centroidkv.state import KVState, gather_slots
 
-LARGEST_SIZE = 256
-"""Key and value sizes the kernels take."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_FUSED_CHUNK = 256
 """Slots per chunk that one program of the fused round holds."""
 
@@ -26,7 +24,7 @@ LARGEST_FUSED_CHUNK = 256
 def kernels_take(state: KVState) -> bool:
     """Whether the kernels are written for keys and values of this type and size."""
     sizes = (state.keys.shape[-1], state.values.shape[-1])
-    return state.keys.dtype in DTYPES and min(sizes) > 0 and max(sizes) <= LARGEST_SIZE
+    return state.keys.dtype in TYPES and min(sizes) > 0 and max(sizes) <= LARGEST_SIZE
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from centroidkv.aggregate.triton import pulled, settled
 from centroidkv.errors import BackendError, StageError
-from centroidkv.kernels import TYPES, KernelCase, check_slots, padded, require_triton
+from centroidkv.kernels import TYPES, KernelCase, check_slots, padded, require_triton, slots_like
 from centroidkv.matching.triton import (
     inverse_root,
     load_rows,
@@ -191,12 +191,7 @@ def fused_round_triton(
     require_triton(keys.device)
     batch, heads, slots, size = keys.shape
     value_size, left = values.shape[-1], starts[-1]
-    out = (
-        torch.empty(batch, heads, left, size, dtype=keys.dtype, device=keys.device),
-        torch.empty(batch, heads, left, value_size, dtype=values.dtype, device=keys.device),
-        torch.empty(batch, heads, left, dtype=degree.dtype, device=keys.device),
-        torch.empty(batch, heads, left, dtype=positions.dtype, device=keys.device),
-    )
+    out = slots_like(keys, values, degree, positions, left)
     if not out[2].numel():
         return out
     chunks = len(starts) - 1

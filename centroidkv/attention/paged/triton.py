@@ -13,19 +13,17 @@ from torch import Tensor
 from centroidkv.attention.limits import require_kernel
 from centroidkv.attention.triton import (
     LOG2_E,
-    TYPES,
     Tiles,
     absorb,
     choose_splits,
     choose_tiles,
     join,
-    padded,
     product,
     scratch,
     store,
     widen,
 )
-from centroidkv.kernels import KernelCase
+from centroidkv.kernels import TYPES, KernelCase, padded
 
 
 @triton.jit(do_not_specialize=["splits"])
