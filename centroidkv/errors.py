@@ -58,5 +58,9 @@ class EvaluationError(CentroidKVError):
     """A benchmark request cannot be measured as asked: unknown preset, no question to split off, prompt too long."""
 
 
+class ServingError(CentroidKVError):
+    """A serving engine is configured in a way in which clustering its caches would be impossible or wrong."""
+
+
 class BudgetNotMetWarning(UserWarning):
     """A result holds more slots than its budget: merging stopped earlier, or a model has no layer to compress."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import set_num_threads  # bound now: engines may replace torch's by one that refuses, for their own threads
 
 
 def in_parallel(work: Callable[[int], None], items: Sequence[int]) -> None:
@@ -17,9 +18,11 @@ def in_parallel(work: Callable[[int], None], items: Sequence[int]) -> None:
     before = torch.get_num_threads()
     threads = min(before, max(len(items), 1))
 
+    inference = torch.is_inference_mode_enabled()  # known to this thread only, as is the number of threads
+
     def alone(share: int) -> None:
-        torch.set_num_threads(1)  # holds for the thread that calls it
-        with torch.no_grad():
+        set_num_threads(1)  # holds for the thread that calls it
+        with torch.no_grad(), torch.inference_mode(inference):
             for item in items[share::threads]:
                 work(item)
 
@@ -31,4 +34,4 @@ def in_parallel(work: Callable[[int], None], items: Sequence[int]) -> None:
             for _ in pool.map(alone, range(threads)):
                 pass
     finally:
-        torch.set_num_threads(before)  # of this thread, and the default of threads begun later
+        set_num_threads(before)  # of this thread, and the default of threads begun later

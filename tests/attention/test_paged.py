@@ -105,6 +105,22 @@ def test_the_kernel_equals_the_reference(case, splits):
         assert (got[request].double() - wanted[request].double()).abs().max() <= bound
 
 
+@given(paged_cases)
+@settings(max_examples=40)
+def test_fused_attention_over_gathered_blocks_equals_the_reference(case):
+    arguments = case.arguments()
+    query, keys, values, log_degree, table, lengths = arguments
+    wanted = paged_degree_attention(*arguments, backend="reference")
+    by_head = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in (keys, values)]  # gathered without a copy
+    for held in ((keys, values), by_head):
+        got = paged_degree_attention(query, *held, log_degree, table, lengths, backend="sdpa")
+        assert got.dtype == case.dtype
+        assert torch.isfinite(got).all()
+        for request in range(len(case.lengths)):
+            bound = kernel_bound(gathered(case, request, arguments), case.size**-0.5)
+            assert (got[request].double() - wanted[request].double()).abs().max() <= bound
+
+
 def test_default_tiles_at_a_usual_size():
     pytest.importorskip("triton")
     arguments = Paged((150, 0, 33), block=16, size=128, value_size=128, dtype=torch.bfloat16).arguments()
@@ -113,12 +129,12 @@ def test_default_tiles_at_a_usual_size():
     assert (got[1] == 0).all()
 
 
-def test_requests_may_share_blocks_and_auto_is_the_reference_on_the_cpu():
+def test_requests_may_share_blocks_and_auto_is_fused_attention_on_the_cpu():
     query, *blocks, table, lengths = Paged((10, 10)).arguments()
     query[1], table[1] = query[0], table[0]
     out = paged_degree_attention(query, *blocks, table, lengths)
     assert out[0].equal(out[1])
-    assert out.equal(paged_degree_attention(query, *blocks, table, lengths, backend="reference"))
+    assert out.equal(paged_degree_attention(query, *blocks, table, lengths, backend="sdpa"))
     halved = paged_degree_attention(query / 2, *blocks, table, lengths, scale=2 * 8**-0.5)
     assert torch.allclose(out, halved)
 

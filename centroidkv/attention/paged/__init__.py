@@ -10,6 +10,7 @@ from torch import Tensor
 
 from centroidkv.attention.limits import kernel_fits, require_kernel
 from centroidkv.attention.paged.reference import paged_degree_attention_reference
+from centroidkv.attention.paged.sdpa import paged_degree_attention_sdpa
 from centroidkv.errors import BackendError, DeviceError, DtypeError, ShapeError
 
 __all__ = ["paged_degree_attention"]
@@ -21,7 +22,11 @@ def _triton(*arguments: Tensor, scale: float) -> Tensor:
     return paged_degree_attention_triton(*arguments, scale=scale)
 
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {"reference": paged_degree_attention_reference, "triton": _triton}
+BACKENDS: dict[str, Callable[..., Tensor]] = {
+    "reference": paged_degree_attention_reference,
+    "sdpa": paged_degree_attention_sdpa,
+    "triton": _triton,
+}
 
 
 def paged_degree_attention(
@@ -49,8 +54,8 @@ def paged_degree_attention(
         lengths: ``[R]`` int32, slots in use, 0 to M * block. On the CPU this and the entries of the table are
             checked; on a GPU they are trusted, because reading them would make it wait.
         scale: factor on q.k; default 1 / sqrt(D).
-        backend: "reference" (explicit, float32, request by request), "triton" (no gradients), or "auto": triton on a
-            GPU if it can compute this, else reference.
+        backend: "reference" (explicit, float32, request by request), "sdpa" (PyTorch's fused attention over gathered
+            blocks), "triton" (no gradients), or "auto": triton on a GPU if it can compute this, else sdpa.
 
     Returns:
         ``[R, Hq, Dv]`` in the query's dtype. A request without live slots gets zeros.
@@ -67,7 +72,7 @@ def paged_degree_attention(
     _check(*arguments)
     if backend == "auto":
         fits = query.device.type == "cuda" and kernel_fits(query, key_blocks, value_blocks)
-        backend = "triton" if fits else "reference"
+        backend = "triton" if fits else "sdpa"
     if backend not in BACKENDS:
         raise BackendError(f"backend is 'auto' or one of {sorted(BACKENDS)}, got {backend!r}")
     if backend == "triton":

@@ -1,0 +1,48 @@
+"""vLLM: a plugin that clusters the caches of a server's requests and gives the blocks back. See docs/vllm.md.
+
+Installed beside vLLM it does nothing. A server clusters if it is started with
+``--worker-cls centroidkv.integrations.vllm.Worker --additional-config '{"centroidkv": {"budget": 0.25}}'``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from centroidkv.integrations.vllm.options import SECTION, ServingOptions
+from centroidkv.integrations.vllm.plan import ServingPlan
+
+__all__ = ["SECTION", "ServingOptions", "ServingPlan", "Worker", "register"]
+
+
+def register() -> None:
+    """vLLM calls this in each of its processes (entry point ``vllm.general_plugins``).
+
+    It names the attention back end and the cache manager that a server asks for by its configuration. On a release
+    that this was not tried on it does nothing; a server that asks for clustering is then refused by its worker.
+    """
+    import vllm
+
+    from centroidkv.errors import ServingError
+    from centroidkv.integrations.vllm.checks import check_version
+
+    try:
+        check_version(vllm.__version__)
+    except ServingError:
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from centroidkv.integrations.vllm.manager import register_spec
+
+    register_spec()
+    register_backend(AttentionBackendEnum.CUSTOM, "centroidkv.integrations.vllm.backend.CentroidBackend")
+    # The CPU platform takes no other back end than this one; "choose" hands the stock class on unless asked otherwise.
+    register_backend(AttentionBackendEnum.CPU_ATTN, "centroidkv.integrations.vllm.choose.CpuBackend")
+
+
+def __getattr__(name: str) -> Any:
+    """``Worker``: the clustering worker of the platform at hand; imported only when named, because vLLM is heavy."""
+    if name == "Worker":
+        from centroidkv.integrations.vllm.choose import worker_class
+
+        return worker_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

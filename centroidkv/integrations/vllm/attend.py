@@ -1,0 +1,67 @@
+"""Attention of a batch over pages, and the clustering that is due within it. Needs nothing of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from centroidkv.attention import degree_attention, paged_degree_attention
+from centroidkv.integrations.vllm.batch import Batch, Chunk, Decode, Segment
+from centroidkv.integrations.vllm.pages import Pages
+from centroidkv.integrations.vllm.plan import Event
+
+Clusterer = Callable[[Tensor, Event], None]
+"""Carries out an event on the blocks of one request, in the layer that attends."""
+
+
+def attend(query: Tensor, pages: Pages, batch: Batch, scale: float, out: Tensor, cluster: Clusterer) -> None:
+    """softmax(scale q.k + ln N) v for the ``query [T, Hq, D]`` of a step, into ``out [T, Hq, Dv]``.
+
+    The step's own keys and values must have been written to the pages.
+    """
+    if batch.decode is not None:
+        out[batch.decode.rows] = attend_one_each(query[batch.decode.rows], pages, batch.decode, scale)
+    for chunk in batch.chunks:
+        for segment in chunk.segments:
+            part = slice(segment.start, segment.stop)
+            out[part] = attend_segment(query[part], pages, chunk, segment, scale)
+            if segment.event is not None:
+                cluster(chunk.blocks, segment.event)
+
+
+def attend_one_each(query: Tensor, pages: Pages, decode: Decode, scale: float) -> Tensor:
+    """``query [R, Hq, D]``, one token per request, over the blocks of each."""
+    return paged_degree_attention(
+        query,
+        pages.keys.transpose(1, 2),
+        pages.values.transpose(1, 2),
+        pages.log_degree.transpose(1, 2),
+        decode.table,
+        decode.lengths,
+        scale=scale,
+    )
+
+
+def attend_segment(query: Tensor, pages: Pages, chunk: Chunk, segment: Segment, scale: float) -> Tensor:
+    """``query [L, Hq, D]`` of one request; token i sees the last slot but L - 1 - i."""
+    keys, values, log_degree = pages.read(chunk.blocks[segment.first :])
+    keys, values, log_degree = keys[:, : segment.length], values[:, : segment.length], log_degree[:, : segment.length]
+    asked = query.transpose(0, 1)[None]
+    if segment.first == 0:
+        # Nothing was clustered yet. A prompt is long: one mask for all heads, and none for its first part.
+        new, slots = asked.shape[2], keys.shape[1]
+        mask = None
+        if new < slots:
+            place = torch.arange(slots, device=keys.device)
+            mask = place <= place[slots - new :, None]
+        found = scaled_dot_product_attention(
+            asked, keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    else:
+        found = degree_attention(
+            asked, keys[None], values[None], log_degree[None].exp(), scale=scale, causal=True, backend="sdpa"
+        )
+    return found[0].transpose(0, 1)

@@ -1,0 +1,108 @@
+"""What ``--additional-config '{"centroidkv": {...}}'`` says, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from centroidkv import presets
+from centroidkv.compressor import Compressor
+from centroidkv.errors import CentroidKVError, ServingError
+from centroidkv.preserve import Recent, Sinks
+from centroidkv.preserve.union import Union
+from centroidkv.records import Budget
+
+SECTION = "centroidkv"
+"""The key under which vLLM's additional configuration holds ours."""
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """How a server clusters the caches of its requests.
+
+    Args:
+        preset: a name of :mod:`centroidkv.presets` whose counts are known ahead of the data, and which needs neither
+            the model's queries nor several heads at once.
+        budget: share of a request's tokens to keep (a float in (0, 1)), or slots per request (a whole number).
+        interval: tokens between two compressions of a request, after the one at the end of its prompt.
+        sinks: first tokens to keep as they are; None: as the preset says.
+        recent: latest tokens to keep as they are; None: as the preset says. Tokens of a block that is not full yet
+            are always kept as they are besides.
+
+    Raises:
+        ServingError: an option is unknown, malformed, or not possible in a server.
+
+    >>> ServingOptions.read({"centroidkv": {"budget": 0.5}})
+    ServingOptions(preset='centroidkv', budget=0.5, interval=128, sinks=None, recent=None)
+    >>> ServingOptions.read({}) is None
+    True
+    """
+
+    preset: str = "centroidkv"
+    budget: float | int = 0.25
+    interval: int = 128
+    sinks: int | None = None
+    recent: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.preset not in presets.ALL:
+            raise ServingError(f"preset is one of {sorted(presets.ALL)}, got {self.preset!r}")
+        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
+            raise ServingError(f"interval is a whole number of tokens >= 1, got {self.interval!r}")
+        compressor = self.compressor()  # refuses a bad budget, window or preset
+        if not compressor.plannable:
+            raise ServingError(f"preset {self.preset!r} decides how much to keep from the data; servers plan ahead")
+        if compressor.needs_queries:
+            raise ServingError(
+                f"preset {self.preset!r} needs the model's queries, which a server does not keep; use "
+                f"one of {usable_presets()}"
+            )
+        if compressor.pools_heads:
+            raise ServingError(
+                f"preset {self.preset!r} decides for all heads together, which tensor parallelism splits; use one of "
+                f"{usable_presets()}"
+            )
+
+    @classmethod
+    def read(cls, additional_config: object) -> ServingOptions | None:
+        """The options in vLLM's additional configuration, or None if there are none: then vLLM is left alone."""
+        if not isinstance(additional_config, Mapping) or SECTION not in additional_config:
+            return None
+        given: Any = additional_config[SECTION]
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping):
+            raise ServingError(f'additional_config["{SECTION}"] is a table with any of {names}, got {given!r}')
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise ServingError(f'additional_config["{SECTION}"] knows {names}, got {unknown}')
+        return cls(**given)
+
+    def compressor(self) -> Compressor:
+        """The preset, with the budget and the windows asked for."""
+        try:
+            budget = Budget.of(self.budget)
+            built = presets.ALL[self.preset](Budget.ratio(0.5))  # the windows may be smaller than the preset's
+            members = list(built.preservers.members)
+            for kind, count in ((Sinks, self.sinks), (Recent, self.recent)):
+                if count is not None:
+                    members = _resized(members, kind, count, self.preset)
+        except (CentroidKVError, TypeError) as error:
+            raise ServingError(f"{self!r}: {error}") from error
+        built = replace(built, preservers=Union(tuple(members)), budget=budget)
+        if not built.fits(tokens=1 << 30):
+            raise ServingError(f"{self!r}: {budget!r} never holds what is preserved, {members}, and a centroid besides")
+        return built
+
+
+def _resized(members: list[Any], kind: type, count: int, preset: str) -> list[Any]:
+    """``members`` with the one of ``kind`` keeping ``count`` slots."""
+    if not any(isinstance(member, kind) and member.share is None for member in members):
+        raise ServingError(f"preset {preset!r} has no {kind.__name__}(slots) whose size could be set")
+    return [kind(count) if isinstance(member, kind) else member for member in members]
+
+
+def usable_presets() -> list[str]:
+    """Presets that a server can carry out."""
+    built = {name: preset() for name, preset in presets.ALL.items()}
+    return [name for name, c in built.items() if c.plannable and not c.needs_queries and not c.pools_heads]

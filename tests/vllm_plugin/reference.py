@@ -1,0 +1,116 @@
+"""A dense Hugging Face run that clusters by the same rule as the plugin, written without any of its code but the
+compressor: per layer one plain state, cut at the last full block and compressed when tokens computed say so."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from centroidkv import Budget, KVState
+from centroidkv.cache import GrowingState
+from centroidkv.integrations.transformers import CentroidCache, enable
+from centroidkv.integrations.transformers.layer import CentroidLayer
+
+
+class BlockwiseState(GrowingState):
+    """Compresses all full blocks at the end of the prompt and every ``interval`` tokens, down to whole blocks."""
+
+    def __init__(self, compressor, interval, rotary, block_size):
+        super().__init__(compressor, interval, rotary)
+        self.block_size = block_size
+        self.prompt = None
+        self.runs = 0
+
+    def append(self, keys, values, real=None, queries=None):
+        if self.prompt is None:
+            self.prompt = keys.shape[2]
+        start = self.logical
+        super_state = KVState.from_kv(keys, values, rotary=self.rotary)
+        new = replace(super_state, positions=super_state.positions + start, seen=None)
+        held = new if self._held is None else join(self._held, new)
+        self.logical += keys.shape[2]
+        self._held = self._compressed(held) if self._moment() else held
+        return held.keys, held.values, held.degree if bool((held.degree != 1).any()) else None
+
+    _held = None
+
+    def _moment(self):
+        past = self.logical - self.prompt
+        return past >= 0 and past % self.interval == 0
+
+    def _compressed(self, held):
+        full = self.logical // self.block_size * self.block_size
+        tail = self.logical - full
+        slots = held.slots - tail
+        blocks = self.compressor.budget.slots(full) // self.block_size if full else 0
+        target = blocks * self.block_size
+        if not blocks or target >= slots:
+            return held
+        sized = replace(self.compressor, budget=Budget.tokens(target))
+        if not sized.fits(full, slots):
+            return held
+        self.runs += 1
+        head = held.map_slots(lambda x: x[:, :, :slots])
+        rest = held.map_slots(lambda x: x[:, :, slots:])
+        return join(replace(sized(replace(head, seen=None)), seen=None), rest)
+
+    @property
+    def like(self):
+        return self._held
+
+    @property
+    def physical(self):
+        return 0 if self._held is None else self._held.slots
+
+    @property
+    def events(self):
+        return self.runs
+
+
+def join(first: KVState, second: KVState) -> KVState:
+    parts = {
+        name: torch.cat((getattr(first, name), getattr(second, name).to(getattr(first, name).dtype)), 2)
+        for name in ("keys", "values", "degree", "positions")
+    }
+    return KVState(**parts, rotary=first.rotary)
+
+
+class BlockwiseCache(CentroidCache):
+    def __init__(self, compressor, interval, block_size, **more):
+        self.block_size = block_size
+        super().__init__(compressor, interval, **more)
+
+    def _new_layer(self, rotary):
+        return CentroidLayer(BlockwiseState(self.compressor, self.interval, rotary, self.block_size))
+
+
+@torch.no_grad()
+def logprobs_along(model, prompt: list[int], output: list[int], compressor, interval: int, block_size: int):
+    """Log-probabilities ``[len(output), vocabulary]`` with which the reference would choose each token of ``output``."""
+    cache = BlockwiseCache(compressor, interval, block_size)
+    found, tokens = [], torch.tensor([prompt])
+    with enable(model):
+        for token in output:
+            logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0, -1]
+            found.append(logits.float().log_softmax(-1))
+            tokens = torch.tensor([[token]])
+    return torch.stack(found), [layer.growing.runs for layer in cache.layers]
+
+
+def compare(ours, reference: torch.Tensor, top: int = 5):
+    """(steps whose best token differs although the reference is sure by 1e-3, largest |dlogprob| of the best tokens).
+
+    ``ours``: per step a dict token -> log-probability, as vLLM reports it.
+    """
+    wrong, largest = [], 0.0
+    for step, (told, right) in enumerate(zip(ours, reference, strict=True)):
+        best = right.topk(2)
+        margin = float(best.values[0] - best.values[1])
+        chosen = max(told, key=told.get)
+        if chosen != int(best.indices[0]) and margin >= 1e-3:
+            wrong.append((step, chosen, int(best.indices[0]), margin))
+        for token, value in sorted(told.items(), key=lambda pair: -pair[1])[:top]:
+            largest = max(largest, math.fabs(value - float(right[token])))
+    return wrong, largest
