@@ -37,7 +37,7 @@ ALLOWED = {
     "builder": BASE | {"aggregate", "compressor", "matching", "partition", "preserve", "schedule", "similarity"},
     "cache": BASE | {"compressor", "dense"},
     "presets": BASE | {"compressor", "matching", "partition", "preserve", "schedule", "similarity"},
-    "integrations": BASE | {"attention", "cache", "compressor", "presets"},
+    "integrations": BASE | {"attention", "cache", "compressor", "presets", "preserve", "similarity"},
     "cli": BASE | {"cache", "compressor", "integrations", "presets"},
     "testing": BASE | {"aggregate", "attention", "compressor", "matching", "partition", "schedule", "similarity"},
     "__init__": {"compressor", "presets", "records", "rotary", "state"},

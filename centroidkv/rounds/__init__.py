@@ -7,6 +7,7 @@ class has a ``formula``. A subclass must declare its own, so that an overridden 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from centroidkv.rounds.blocked import Settings, blocked_rounds
@@ -47,8 +48,9 @@ def settings_of(partition: Any, similarity: Any, matching: Any, aggregate: Any) 
         chunk=partition.chunk_size,
         rank=getattr(matching, "rank", "sequence"),
         mass=getattr(matching, "mass", None),
-        scorer=scorer,
-        kernels=(_formula(similarity), _formula(matching)) == ("cosine", "soft"),
+        scorer=partial(scorer, similarity),
+        kernels=(_formula(similarity), _formula(matching)) == ("cosine", "soft")
+        and getattr(similarity, "step", None) is None,
     )
 
 

@@ -32,10 +32,14 @@ class Scorer(Protocol):
 
 
 class CosineOfKeys:
-    """max_b cos(k_a, k_b): the targets are divided by their norms, the best products by those of the sources."""
+    """max_b cos(k_a, k_b): the targets are divided by their norms, the best products by those of the sources.
 
-    def __init__(self) -> None:
-        self.safe = True
+    Args:
+        step: what similarities are rounded to multiples of, before the best is looked for; None: they are not.
+    """
+
+    def __init__(self, step: float | None = None) -> None:
+        self.safe, self.step = True, step
 
     def note(self, keys: Tensor) -> Tensor:
         """1 / |k|, or 0 where that is 0."""
@@ -50,8 +54,12 @@ class CosineOfKeys:
             keys = keys / keys.abs().amax(-1, keepdim=True).clamp(min=tiny)
             noted = 1 / torch.linalg.vector_norm(keys, dim=-1)
             noted = noted.masked_fill(noted.isinf(), 0)
-        score, target = _products(keys[..., 0::2, :], keys[..., 1::2, :] * noted[..., 1::2, None]).max(-1)
-        return score.mul_(noted[..., 0::2]), target
+        products = _products(keys[..., 0::2, :], keys[..., 1::2, :] * noted[..., 1::2, None])
+        if self.step is None:
+            score, target = products.max(-1)
+            return score.mul_(noted[..., 0::2]), target
+        score, target = products.mul_(noted[..., 0::2, None] / self.step).round_().max(-1)
+        return score.mul_(self.step), target
 
 
 class WardOnLogits:
@@ -84,18 +92,19 @@ def _products(sources: Tensor, targets: Tensor) -> Tensor:
     return torch.bmm(sources.flatten(0, 1), targets.flatten(0, 1).mT).unflatten(0, sources.shape[:2])
 
 
-def _cosine(state: KVState, group: slice) -> Scorer:
-    return CosineOfKeys()
+def _cosine(similarity: Any, state: KVState, group: slice) -> Scorer:
+    return CosineOfKeys(similarity.step)
 
 
-def _ward_on_logits(state: KVState, group: slice) -> Scorer:
+def _ward_on_logits(similarity: Any, state: KVState, group: slice) -> Scorer:
     dtype = accumulation_dtype(state.keys.dtype)
     factor, scale = (state.head_data[name].flatten(0, 1)[group].to(dtype) for name in ("logit_factor", "value_scale"))
     return WardOnLogits(factor, scale)
 
 
-SCORERS: dict[tuple[Any, Any], Callable[[KVState, slice], Scorer]] = {
+SCORERS: dict[tuple[Any, Any], Callable[[Any, KVState, slice], Scorer]] = {
     ("cosine", "soft"): _cosine,
     ("expected logits", "ward"): _ward_on_logits,
 }
-"""By the ``formula`` that a similarity and a matcher declare: the scorer of a group of heads (rows times heads)."""
+"""By the ``formula`` that a similarity and a matcher declare: the scorer of a group of heads (rows times heads), made
+from the similarity."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def test_memory_of_many_prompts_is_bounded():
         plan.region(prompt, prompt)
     assert len(plan._regions) <= 4096
     assert plan.region(5, 2000) == wanted
-    assert plan_of(ServingOptions(), 32) is plan_of(ServingOptions(), 32)
+    assert plan_of(ServingOptions(), 32, torch.float32) is plan_of(ServingOptions(), 32, torch.float32)
 
 
 def test_sizes_that_depend_on_the_data_are_refused():
@@ -103,6 +104,8 @@ def test_options_are_read_only_where_they_are_given():
     assert options.compressor().preservers.members[:2] == (Sinks(2), Recent(32))
     assert options.compressor().budget.slots(10_000) == 512
     assert ServingOptions().compressor() == presets.centroidkv(0.25)
+    # Ties among float32 keys must not hang on their last digits.
+    assert ServingOptions().compressor(torch.float32).similarity.step == 2**-10
 
 
 @pytest.mark.parametrize(

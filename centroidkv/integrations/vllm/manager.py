@@ -41,7 +41,7 @@ class CentroidSpec(FullAttentionSpec):
     @property
     def plan(self) -> ServingPlan:
         """The plan that scheduler and workers share."""
-        return plan_of(self.options, self.block_size)
+        return plan_of(self.options, self.block_size, self.dtype)
 
 
 class CentroidManager(FullAttentionManager):

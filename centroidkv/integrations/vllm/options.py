@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from centroidkv import presets
 from centroidkv.compressor import Compressor
 from centroidkv.errors import CentroidKVError, ServingError
 from centroidkv.preserve import Recent, Sinks
 from centroidkv.preserve.union import Union
 from centroidkv.records import Budget
+from centroidkv.similarity import Cosine
 
+TIES = 2.0**-10
+"""Similarities of float32 keys that differ by less count as equal."""
 SECTION = "centroidkv"
 """The key under which vLLM's additional configuration holds ours."""
 
@@ -78,8 +83,13 @@ class ServingOptions:
             raise ServingError(f'additional_config["{SECTION}"] knows {names}, got {unknown}')
         return cls(**given)
 
-    def compressor(self) -> Compressor:
-        """The preset, with the budget and the windows asked for."""
+    def compressor(self, dtype: torch.dtype = torch.bfloat16) -> Compressor:
+        """The preset, with the budget and the windows asked for, for keys of ``dtype``.
+
+        Keys of float32 are compared to three decimals only, so that a request is clustered alike whatever requests are
+        computed beside it: these change the last digits of its keys, and ties must not hang on those. Keys of 16 bits
+        are rounded more coarsely than that by being stored.
+        """
         try:
             budget = Budget.of(self.budget)
             built = presets.ALL[self.preset](Budget.ratio(0.5))  # the windows may be smaller than the preset's
@@ -92,6 +102,8 @@ class ServingOptions:
         built = replace(built, preservers=Union(tuple(members)), budget=budget)
         if not built.fits(tokens=1 << 30):
             raise ServingError(f"{self!r}: {budget!r} never holds what is preserved, {members}, and a centroid besides")
+        if dtype == torch.float32 and isinstance(built.similarity, Cosine):
+            built = replace(built, similarity=replace(built.similarity, step=TIES))
         return built
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+
 from centroidkv.compressor import Compressor
 from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm.options import ServingOptions
@@ -130,6 +132,6 @@ class ServingPlan:
 
 
 @lru_cache
-def plan_of(options: ServingOptions, block_size: int) -> ServingPlan:
+def plan_of(options: ServingOptions, block_size: int, dtype: torch.dtype) -> ServingPlan:
     """The one plan of these options in this process."""
-    return ServingPlan(options.compressor(), block_size, options.interval)
+    return ServingPlan(options.compressor(dtype), block_size, options.interval)
