@@ -9,14 +9,16 @@ from centroidkv.aggregate import DegreeWeightedMean
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, BudgetError, StageError
 from centroidkv.matching import BipartiteSoftMatching
+from centroidkv.native import why_not_native
 from centroidkv.partition import Alternating
 from centroidkv.preserve import Recent, Sinks
 from centroidkv.preserve.union import MaskPreserver, Union
 from centroidkv.records import Budget
+from centroidkv.rounds import why_not_settings
 from centroidkv.schedule import LinearAnnealing
 from centroidkv.similarity import Cosine
 
-BACKENDS = ("auto", "reference", "blocked", "triton")
+BACKENDS = ("auto", "reference", "blocked", "native", "triton")
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,9 @@ class Builder:
 
         Args:
             backend: "reference" (stage by stage, the definition), "blocked" (the same on the CPU with fewer passes over
-                memory), "triton" (kernels), or "auto" (the fastest for these parts and the device of the state at
-                hand; ``compressor.runs_on(device)`` says which).
+                memory), "native" (the same, compiled on this machine by its C++ compiler when it is first asked for),
+                "triton" (kernels), or "auto" (the fastest for these parts and the device of the state at hand that
+                needs no compiler; ``compressor.runs_on(device)`` says which).
 
         Raises:
             StageError: a part does not fit its family.
@@ -125,8 +128,12 @@ def _check_backend(compressor: Compressor) -> None:
     if backend not in BACKENDS:
         raise BackendError(f"backend is one of {BACKENDS}, got {backend!r}")
     fast = compressor.fast_path
-    if backend in ("blocked", "triton") and isinstance(fast, str):
+    if backend in ("blocked", "native", "triton") and isinstance(fast, str):
         raise BackendError(f"backend={backend!r} was asked for, but {fast}; use backend='auto' or 'reference'")
+    if backend == "native" and not isinstance(fast, str):
+        reason = why_not_settings(fast) or why_not_native()
+        if reason is not None:
+            raise BackendError(f"backend='native' was asked for, but {reason}; use backend='auto'")
     if backend == "triton" and not isinstance(fast, str) and not fast.kernels:
         raise BackendError(
             "backend='triton' was asked for, but there are kernels for Cosine() with BipartiteSoftMatching() only, not "

@@ -20,6 +20,7 @@ from centroidkv.rounds import (
     Stages,
     blocked_rounds,
     kernels_take,
+    native_rounds,
     reference_rounds,
     settings_of,
     triton_rounds,
@@ -188,7 +189,8 @@ class Compressor:
         if isinstance(fast, str) or backend == "reference" or not sizes:
             result = reference_rounds(self.stages, ready, free, sizes)
         else:
-            result = {"blocked": blocked_rounds, "triton": triton_rounds}[backend](ready, free, sizes, fast)
+            fast_rounds = {"blocked": blocked_rounds, "native": native_rounds, "triton": triton_rounds}
+            result = fast_rounds[backend](ready, free, sizes, fast)
         # What stages add for their own use is gone afterwards; importance the caller set is carried on.
         return replace(
             result, slot_data={name: result.slot_data[name] for name in state.slot_data}, head_data=state.head_data

@@ -14,10 +14,11 @@ import centroidkv
 PACKAGE = Path(centroidkv.__file__).parent
 
 # What each part may import from the package; a part may always import itself.
-BASE = {"errors", "kernels", "rotary", "state", "records", "protocols", "queries", "scores"}
+BASE = {"errors", "kernels", "native", "rotary", "state", "records", "protocols", "queries", "scores"}
 ALLOWED = {
     "errors": set(),
     "kernels": {"errors"},
+    "native": {"errors"},
     "rotary": {"errors"},
     "state": {"errors", "rotary"},
     "records": {"errors"},
@@ -30,14 +31,14 @@ ALLOWED = {
     "matching": BASE,
     "aggregate": BASE,
     "schedule": BASE,
-    "attention": {"errors", "kernels"},
+    "attention": {"errors", "kernels", "native"},
     "dense": {"errors", "state"},
     "rounds": BASE | {"aggregate", "dense", "matching"},
     "compressor": BASE | {"dense", "rounds", "schedule", "preserve", "builder"},
-    "builder": BASE | {"aggregate", "compressor", "matching", "partition", "preserve", "schedule", "similarity"},
+    "builder": BASE | {"aggregate", "compressor", "matching", "partition", "preserve", "rounds", "schedule", "similarity"},
     "cache": BASE | {"compressor", "dense"},
     "presets": BASE | {"compressor", "matching", "partition", "preserve", "schedule", "similarity"},
-    "integrations": BASE | {"attention", "cache", "compressor", "presets", "preserve", "similarity"},
+    "integrations": BASE | {"attention", "cache", "compressor", "presets", "preserve", "rounds", "similarity"},
     "cli": BASE | {"cache", "compressor", "integrations", "presets"},
     "testing": BASE | {"aggregate", "attention", "compressor", "matching", "partition", "schedule", "similarity"},
     "__init__": {"compressor", "presets", "records", "rotary", "state"},

@@ -1,4 +1,4 @@
-"""How rounds run: stage by stage (the definition), blocked on the CPU, or as kernels on a GPU.
+"""How rounds run: stage by stage (the definition), blocked or compiled on the CPU, or as kernels on a GPU.
 
 Stages can always be carried out one after the other, whatever they are. For some combinations there are faster ways to
 the same result. Which ones is read off what the stages declare: a fast path for its formula may replace a stage whose
@@ -12,11 +12,13 @@ from typing import Any
 
 from centroidkv.rounds.blocked import Settings, blocked_rounds
 from centroidkv.rounds.kernels import kernels_take, triton_rounds
+from centroidkv.rounds.native import native_rounds, why_not_settings
 from centroidkv.rounds.reference import Stages, reference_rounds
 from centroidkv.rounds.scorers import SCORERS
 
 __all__ = [
-    "Settings", "Stages", "blocked_rounds", "kernels_take", "reference_rounds", "settings_of", "triton_rounds",
+    "Settings", "Stages", "blocked_rounds", "kernels_take", "native_rounds", "reference_rounds", "settings_of",
+    "triton_rounds", "why_not_settings",
 ]  # fmt: skip
 
 
@@ -49,8 +51,8 @@ def settings_of(partition: Any, similarity: Any, matching: Any, aggregate: Any) 
         rank=getattr(matching, "rank", "sequence"),
         mass=getattr(matching, "mass", None),
         scorer=partial(scorer, similarity),
-        kernels=(_formula(similarity), _formula(matching)) == ("cosine", "soft")
-        and getattr(similarity, "step", None) is None,
+        cosine=(_formula(similarity), _formula(matching)) == ("cosine", "soft"),
+        step=getattr(similarity, "step", None),
     )
 
 

@@ -40,14 +40,21 @@ class Settings:
         rank: over the whole "sequence", or within each "chunk".
         mass: the slot data that the scorer sees in place of degrees.
         scorer: makes the scorer of a group of heads (rows times heads).
-        kernels: whether there are Triton kernels for the combination.
+        cosine: whether it is soft matching by cosine, for which there are compiled rounds.
+        step: what similarities are rounded to multiples of, if anything.
     """
 
     chunk: int
     rank: str
     mass: str | None
     scorer: Callable[[KVState, slice], Scorer]
-    kernels: bool
+    cosine: bool
+    step: float | None = None
+
+    @property
+    def kernels(self) -> bool:
+        """Whether there are Triton kernels for the combination."""
+        return self.cosine and self.step is None
 
 
 @torch.no_grad()

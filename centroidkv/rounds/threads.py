@@ -22,7 +22,7 @@ def in_parallel(work: Callable[[int], None], items: Sequence[int]) -> None:
 
     def alone(share: int) -> None:
         set_num_threads(1)  # holds for the thread that calls it
-        with torch.no_grad(), torch.inference_mode(inference):
+        with torch.inference_mode(inference), torch.no_grad():  # leaving inference mode brings gradients back
             for item in items[share::threads]:
                 work(item)
 

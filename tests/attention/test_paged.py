@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from centroidkv import native
 from centroidkv.attention import degree_attention, paged_degree_attention
 from centroidkv.errors import BackendError, DeviceError, DtypeError, ShapeError
 from tests.attention.kernel_cases import KINDS, kernel_bound, laid_out, memory_of_nan, numbers
@@ -119,6 +120,30 @@ def test_fused_attention_over_gathered_blocks_equals_the_reference(case):
         for request in range(len(case.lengths)):
             bound = kernel_bound(gathered(case, request, arguments), case.size**-0.5)
             assert (got[request].double() - wanted[request].double()).abs().max() <= bound
+
+
+@pytest.mark.skipif(native.why_not_native() is not None, reason=str(native.why_not_native()))
+@given(paged_cases, st.sampled_from([16, 64]), st.sampled_from([16, 48]), st.sampled_from([1, 7, 64]))
+@settings(max_examples=60)
+def test_the_compiled_loop_equals_the_reference(case, size, value_size, block):
+    dtype = torch.float32 if case.dtype == torch.float16 else case.dtype
+    case = replace(case, size=size, value_size=value_size, block=block, dtype=dtype)
+    arguments = case.arguments()
+    wanted = paged_degree_attention(*arguments, backend="reference")
+    got = paged_degree_attention(*arguments, backend="native")
+    assert got.dtype == case.dtype
+    assert torch.isfinite(got).all()
+    for request in range(len(case.lengths)):
+        bound = kernel_bound(gathered(case, request, arguments), case.size**-0.5)
+        assert (got[request].double() - wanted[request].double()).abs().max() <= bound
+
+
+def test_the_compiled_loop_says_what_it_does_not_take():
+    with pytest.raises(BackendError, match="multiples of 16, not 8"):
+        paged_degree_attention(*Paged((10, 3)).arguments(), backend="native")
+    case = Paged((10, 3), size=16, value_size=16, dtype=torch.float16)
+    with pytest.raises(BackendError, match="not torch.float16"):
+        paged_degree_attention(*case.arguments(), backend="native")
 
 
 def test_default_tiles_at_a_usual_size():

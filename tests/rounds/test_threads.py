@@ -37,6 +37,14 @@ def test_the_first_error_is_raised_and_the_setting_comes_back(threads):
     assert torch.get_num_threads() == threads
 
 
+def test_inference_mode_holds_on_every_thread(threads):
+    """Engines run everything in it, and its tensors can be written in it only."""
+    with torch.inference_mode():
+        numbers = torch.zeros(7)
+        in_parallel(lambda item: numbers[item : item + 1].add_(item), range(7))
+    assert numbers.tolist() == list(range(7))
+
+
 def test_no_items_no_work(threads):
     in_parallel(lambda item: pytest.fail("called"), [])
     assert torch.get_num_threads() == threads

@@ -13,7 +13,7 @@ from centroidkv import Budget, KVState, Rotary
 from centroidkv.attention import degree_attention
 from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm import ServingOptions, ServingPlan
-from centroidkv.integrations.vllm.attend import attend
+from centroidkv.integrations.vllm.attend import attend, causal_attention
 from centroidkv.integrations.vllm.batch import lay_out, segments
 from centroidkv.integrations.vllm.cluster import cluster
 from centroidkv.integrations.vllm.pages import Pages, slot_bytes
@@ -136,7 +136,7 @@ class Paged:
         def carry_out(blocks, event):
             cluster([self.pages], blocks.tolist(), event, self.plan, ROTARY)
 
-        attend(asked, self.pages, lay_out(self.plan, prompts, starts, lengths, table), SCALE, out, carry_out)
+        attend(asked, self.pages, lay_out(self.plan, prompts, starts, lengths, table), SCALE, out, carry_out, causal_attention)
         for request, length in enumerate(lengths):
             if length > self.computed[request]:
                 for event in self.plan.events(prompts[request], length - 1, length):

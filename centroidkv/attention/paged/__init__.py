@@ -22,9 +22,16 @@ def _triton(*arguments: Tensor, scale: float) -> Tensor:
     return paged_degree_attention_triton(*arguments, scale=scale)
 
 
+def _native(*arguments: Tensor, scale: float) -> Tensor:
+    from centroidkv.attention.paged.native import paged_degree_attention_native
+
+    return paged_degree_attention_native(*arguments, scale=scale)
+
+
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": paged_degree_attention_reference,
     "sdpa": paged_degree_attention_sdpa,
+    "native": _native,
     "triton": _triton,
 }
 
@@ -55,7 +62,8 @@ def paged_degree_attention(
             checked; on a GPU they are trusted, because reading them would make it wait.
         scale: factor on q.k; default 1 / sqrt(D).
         backend: "reference" (explicit, float32, request by request), "sdpa" (PyTorch's fused attention over gathered
-            blocks), "triton" (no gradients), or "auto": triton on a GPU if it can compute this, else sdpa.
+            blocks), "native" (a compiled loop over the blocks as they lie, on the CPU), "triton" (no gradients), or
+            "auto": triton on a GPU if it can compute this, else sdpa.
 
     Returns:
         ``[R, Hq, Dv]`` in the query's dtype. A request without live slots gets zeros.

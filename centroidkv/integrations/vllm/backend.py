@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from centroidkv.errors import ServingError
 from centroidkv.integrations.transformers.rope import rotary_of
-from centroidkv.integrations.vllm.attend import attend
+from centroidkv.integrations.vllm.attend import attend, causal_attention
 from centroidkv.integrations.vllm.batch import Batch, lay_out
 from centroidkv.integrations.vllm.cluster import cluster
 from centroidkv.integrations.vllm.manager import CentroidSpec
@@ -129,6 +129,9 @@ class CentroidBuilder(AttentionMetadataBuilder[CentroidMetadata]):
 class CentroidImpl(AttentionImpl):
     """Attention of one layer over its pages."""
 
+    prompts = staticmethod(causal_attention)
+    """How a prompt attends while nothing of it is clustered."""
+
     def __init__(
         self,
         num_heads: int,
@@ -196,5 +199,5 @@ class CentroidImpl(AttentionImpl):
         def carry_out(blocks: Tensor, event: Any) -> None:
             cluster([pages], blocks.tolist(), event, builder.plan, builder.rotary)
 
-        attend(query[:tokens].view_as(out), pages, attn_metadata.batch, self.scale, out, carry_out)
+        attend(query[:tokens].view_as(out), pages, attn_metadata.batch, self.scale, out, carry_out, self.prompts)
         return output

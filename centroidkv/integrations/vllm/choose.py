@@ -34,6 +34,6 @@ def __getattr__(name: str) -> Any:
     if ServingOptions.read(config.additional_config) is None:
         return CPUAttentionBackend
     check_worker(config)
-    from centroidkv.integrations.vllm.backend import CentroidBackend
+    from centroidkv.integrations.vllm.cpu import CentroidCpuBackend
 
-    return CentroidBackend
+    return CentroidCpuBackend

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from centroidkv.integrations.vllm.pages import Pages
 from centroidkv.integrations.vllm.plan import Event, ServingPlan
+from centroidkv.native import why_not_native, why_not_these
 from centroidkv.rotary import Rotary
+from centroidkv.rounds import why_not_settings
 from centroidkv.state import KVState
 
 BYTES_AT_ONCE = 64 << 20
@@ -33,6 +36,10 @@ def cluster(
     per_layer = slots * heads * (key_size + layers[0].values.shape[-1]) * layers[0].keys.element_size()
     step = max(1, BYTES_AT_ONCE // per_layer)
     compressor = plan.sized(event.target_blocks * block_size)
+    fast = compressor.fast_path
+    if not isinstance(fast, str) and not (why_not_these(layers[0].keys, layers[0].values) or why_not_settings(fast)):
+        # A server has the processor to itself and pays for every millisecond; where there is no compiler, without.
+        compressor = replace(compressor, backend="auto" if why_not_native() else "native")
     for start in range(0, len(layers), step):
         some = layers[start : start + step]
         result = compressor(_state(some, at, event, rotary))

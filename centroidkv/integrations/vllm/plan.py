@@ -77,7 +77,6 @@ class ServingPlan:
         self.block_size = block_size
         self.interval = interval
         self._regions: OrderedDict[int, list[Region]] = OrderedDict()
-        self._sized: dict[int, Compressor] = {}
 
     def times(self, prompt: int, computed: int) -> int:
         """How many moments of compression, skipped ones included, have passed."""
@@ -105,9 +104,7 @@ class ServingPlan:
 
     def sized(self, slots: int) -> Compressor:
         """The compressor with a budget of exactly ``slots`` slots."""
-        if slots not in self._sized:
-            self._sized[slots] = replace(self.compressor, budget=Budget.tokens(slots))
-        return self._sized[slots]
+        return replace(self.compressor, budget=Budget.tokens(slots))
 
     def _region(self, prompt: int, times: int) -> Region:
         known = self._regions.setdefault(prompt, [Region()])

@@ -1,0 +1,421 @@
+// The CPU's inner loops: attention over clusters in blocks, and rounds of soft matching, one head per thread at a time.
+//
+// Plain C++ for whatever vectors the machine has: the compiler splits 16 floats over its registers. Sums are float32.
+// Parallel sections belong to the OpenMP runtime that PyTorch has loaded, and use as many threads.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace {
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IVec __attribute__((vector_size(64)));
+typedef uint16_t Half16 __attribute__((vector_size(32)));
+typedef uint32_t UVec __attribute__((vector_size(64)));
+constexpr int W = 16;
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline Vec load(const float* p) {
+    Vec x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+inline Vec load(const bf16* p) {
+    Half16 x;
+    std::memcpy(&x, p, sizeof x);
+    UVec wide = __builtin_convertvector(x, UVec) << 16;
+    Vec y;
+    std::memcpy(&y, &wide, sizeof y);
+    return y;
+}
+
+inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
+
+// To nearest, ties to even, as PyTorch rounds.
+inline void store(bf16* p, Vec x) {
+    UVec u;
+    std::memcpy(&u, &x, sizeof u);
+    u += 0x7fffu + ((u >> 16) & 1u);
+    Half16 y = __builtin_convertvector(u >> 16, Half16);
+    std::memcpy(p, &y, sizeof y);
+}
+
+template <class T>
+inline Vec as_stored(Vec x) {
+    T buffer[W];
+    store(buffer, x);
+    return load(buffer);
+}
+
+inline Vec all(float x) { return Vec{} + x; }
+
+// Halves of halves stay in registers; a loop over an array of 16 would go through memory.
+inline float sum(Vec x) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight a, b;
+    std::memcpy(&a, &x, sizeof a);
+    std::memcpy(&b, reinterpret_cast<const char*>(&x) + sizeof a, sizeof b);
+    a += b;
+    Four c, d;
+    std::memcpy(&c, &a, sizeof c);
+    std::memcpy(&d, reinterpret_cast<const char*>(&a) + sizeof c, sizeof d);
+    c += d;
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+// e^x for x <= 0, 0 below -87; within 2 units in the last place.
+inline Vec exp_negative(Vec x) {
+    Vec t = x * 1.44269504f;
+    Vec floor = __builtin_convertvector(__builtin_convertvector(t - 0.5f, IVec), Vec);  // truncates, t <= 0: rounds
+    Vec f = x - floor * 0.693359375f + floor * 2.12194440e-4f;
+    Vec p = all(1.9875691500e-4f);
+    p = p * f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.0f;
+    IVec bits = (__builtin_convertvector(floor, IVec) + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return x < -87.0f ? Vec{} : p * scale;
+}
+
+// ---- attention -------------------------------------------------------------------------------------------------------
+
+constexpr int TILE = 32;  // slots whose logits are taken at once
+
+struct Attention {
+    int64_t requests, heads, groups, size, value_size, block, splits;
+    int64_t q_r, q_h, k_n, k_t, k_h, v_n, v_t, v_h, n_n, n_t, n_h, b_r;
+    float scale;
+};
+
+struct Part {  // of one query head: softmax sums of some of its slots
+    float peak = -INF, total = 0;
+    Vec* sums;
+};
+
+// DK, DV: vectors per key and value; 0: not known to the compiler.
+template <int DK, int DV, class T>
+void absorb(const Attention& a, const Vec* query, const T* keys, const T* values, const float* log_degree, int slots,
+            Part* parts, float* logits) {
+    const int dk = DK ? DK : a.size / W, dv = DV ? DV : a.value_size / W;
+    for (int s = 0; s < slots; ++s) {
+        Vec k[DK ? DK : 64];
+        for (int i = 0; i < dk; ++i) k[i] = load(keys + s * a.k_t + i * W);
+        for (int g = 0; g < a.groups; ++g) {
+            Vec dot{};
+            for (int i = 0; i < dk; ++i) dot += query[g * dk + i] * k[i];
+            logits[g * TILE + s] = sum(dot) + log_degree[s * a.n_t];
+        }
+    }
+    for (int g = 0; g < a.groups; ++g) {
+        float* row = logits + g * TILE;
+        for (int s = slots; s < TILE; ++s) row[s] = -INF;
+        const float peak = *std::max_element(row, row + TILE);
+        Part& part = parts[g];
+        if (peak > part.peak) {
+            const float shrink = part.peak == -INF ? 0.0f : std::exp(part.peak - peak);
+            part.total *= shrink;
+            for (int i = 0; i < dv; ++i) part.sums[i] *= shrink;
+            part.peak = peak;
+        }
+        Vec total{};
+        for (int s = 0; s < TILE; s += W) {
+            const Vec weight = part.peak == -INF ? Vec{} : exp_negative(load(row + s) - part.peak);
+            total += weight;
+            store(row + s, weight);
+        }
+        part.total += sum(total);
+    }
+    for (int g = 0; g < a.groups; ++g) {
+        const float* row = logits + g * TILE;
+        Vec* sums = parts[g].sums;
+        for (int s = 0; s < slots; ++s) {
+            if (row[s] == 0.0f) continue;  // whatever an empty slot holds
+            for (int i = 0; i < dv; ++i) sums[i] += row[s] * load(values + s * a.v_t + i * W);
+        }
+    }
+}
+
+template <class T>
+auto absorber(const Attention& a) {
+    if (a.size == 64 && a.value_size == 64) return absorb<4, 4, T>;
+    if (a.size == 128 && a.value_size == 128) return absorb<8, 8, T>;
+    return absorb<0, 0, T>;
+}
+
+template <class T>
+void attend(const Attention& a, const T* query, const T* keys, const T* values, const float* log_degree,
+            const int32_t* table, const int32_t* lengths, T* out) {
+    const int dk = a.size / W, dv = a.value_size / W;
+    const int64_t pairs = a.requests * a.heads, tasks = pairs * a.splits;
+    std::vector<Vec> all_sums(tasks * a.groups * dv, Vec{});
+    std::vector<Part> all_parts(tasks * a.groups);
+    for (int64_t i = 0; i < tasks * a.groups; ++i) all_parts[i].sums = &all_sums[i * dv];
+    const auto take = absorber<T>(a);
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t task = 0; task < tasks; ++task) {
+        const int64_t r = task / a.splits / a.heads, h = task / a.splits % a.heads, split = task % a.splits;
+        const int64_t length = lengths[r], blocks = (length + a.block - 1) / a.block;
+        const int64_t first = blocks * split / a.splits, last = blocks * (split + 1) / a.splits;
+        std::vector<Vec> scaled(a.groups * dk);
+        std::vector<float> logits(a.groups * TILE);
+        for (int g = 0; g < a.groups; ++g)
+            for (int i = 0; i < dk; ++i)
+                scaled[g * dk + i] = load(query + r * a.q_r + (h * a.groups + g) * a.q_h + i * W) * a.scale;
+        for (int64_t b = first; b < last; ++b) {
+            const int64_t n = table[r * a.b_r + b], slots = std::min(a.block, length - b * a.block);
+            for (int64_t s = 0; s < slots; s += TILE)
+                take(a, scaled.data(), keys + n * a.k_n + h * a.k_h + s * a.k_t,
+                     values + n * a.v_n + h * a.v_h + s * a.v_t, log_degree + n * a.n_n + h * a.n_h + s * a.n_t,
+                     (int)std::min<int64_t>(TILE, slots - s), &all_parts[task * a.groups], logits.data());
+        }
+    }
+    for (int64_t pair = 0; pair < pairs; ++pair)
+        for (int64_t g = 0; g < a.groups; ++g) {
+            float peak = -INF, total = 0;
+            for (int64_t s = 0; s < a.splits; ++s)
+                peak = std::max(peak, all_parts[(pair * a.splits + s) * a.groups + g].peak);
+            std::vector<Vec> sums(dv, Vec{});
+            for (int64_t s = 0; s < a.splits && peak > -INF; ++s) {
+                const Part& part = all_parts[(pair * a.splits + s) * a.groups + g];
+                const float weight = part.peak == -INF ? 0.0f : std::exp(part.peak - peak);
+                total += weight * part.total;
+                for (int i = 0; i < dv; ++i) sums[i] += weight * part.sums[i];
+            }
+            T* o = out + (pair * a.groups + g) * a.value_size;
+            for (int i = 0; i < dv; ++i) store(o + i * W, total > 0 ? sums[i] / total : Vec{});
+        }
+}
+
+// ---- rounds ----------------------------------------------------------------------------------------------------------
+
+struct Rounds {
+    int64_t rows, slots, final, size, value_size, chunk, rounds;
+    int64_t k_r, k_t, v_r, v_t;  // strides of keys and values between (batch times) heads and between slots
+    float step;                  // similarities are rounded to multiples of this; 0: they are not
+};
+
+constexpr float SAFE = 1.152921504606847e18f;  // 2^60: norms within [1 / SAFE, SAFE] can be squared and multiplied
+
+// One head on its way through the rounds. Rows never move: the list of free slots shrinks.
+template <class T>
+struct Head {
+    const Rounds& p;
+    std::vector<float> keys, values, inverse;  // of free slots only; inverse norms
+    std::vector<float> degree;
+    std::vector<int64_t> free;
+    std::vector<float> score, targets;
+    std::vector<int64_t> source, target, order, next, first;
+    bool safe = true;
+
+    explicit Head(const Rounds& p)
+        : p(p), keys(p.slots * p.size), values(p.slots * p.value_size), inverse(p.slots), degree(p.slots),
+          targets(((p.chunk / 2 + W - 1) / W * W) * p.size), first(p.slots, -1) {}
+
+    void note(int64_t slot) {
+        Vec square{};
+        for (int64_t i = 0; i < p.size; i += W) {
+            Vec x = load(&keys[slot * p.size + i]);
+            square += x * x;
+        }
+        const float norm = std::sqrt(sum(square));
+        if (!(norm < SAFE) || (norm > 0 && norm < 1 / SAFE)) safe = false;
+        if (norm == 0)  // a tiny key whose squares vanish is not a zero key
+            for (int64_t i = 0; i < p.size; ++i) safe = safe && keys[slot * p.size + i] == 0;
+        inverse[slot] = norm > 0 ? 1 / norm : 0;
+    }
+
+    void begin(const T* k, const T* v, const float* n, const uint8_t* is_free) {
+        free.clear();
+        safe = true;
+        for (int64_t slot = 0; slot < p.slots; ++slot) {
+            degree[slot] = n[slot];
+            if (!is_free[slot]) continue;
+            free.push_back(slot);
+            for (int64_t i = 0; i < p.size; i += W) store(&keys[slot * p.size + i], load(k + slot * p.k_t + i));
+            for (int64_t i = 0; i < p.value_size; i += W)
+                store(&values[slot * p.value_size + i], load(v + slot * p.v_t + i));
+            note(slot);
+        }
+    }
+
+    // Best targets of all sources of one chunk, places [start, start + length) of the free slots.
+    void propose(int64_t start, int64_t length) {
+        const int64_t count = length / 2, padded = (count + W - 1) / W * W, sources = (length + 1) / 2;
+        for (int64_t j = 0; j < padded; ++j) {
+            const float* k = j < count ? &keys[free[start + 2 * j + 1] * p.size] : nullptr;
+            const float scale = k ? inverse[free[start + 2 * j + 1]] : 0;
+            for (int64_t d = 0; d < p.size; ++d) targets[d * padded + j] = k ? k[d] * scale : 0;
+        }
+        constexpr int ROWS = 4, COLUMNS = 4;  // sources by vectors of targets held in registers
+        for (int64_t i = 0; i < sources; i += ROWS) {
+            const int64_t rows = std::min<int64_t>(ROWS, sources - i);
+            const float* k[ROWS];
+            for (int64_t r = 0; r < ROWS; ++r) k[r] = &keys[free[start + 2 * (i + std::min(r, rows - 1))] * p.size];
+            float best[ROWS];
+            int64_t which[ROWS];
+            std::fill(best, best + ROWS, -INF);
+            std::fill(which, which + ROWS, 0);
+            for (int64_t j = 0; j < padded; j += COLUMNS * W) {
+                const int64_t columns = std::min<int64_t>(COLUMNS, (padded - j) / W);
+                Vec products[ROWS][COLUMNS] = {};
+                if (columns == COLUMNS)
+                    for (int64_t d = 0; d < p.size; ++d) {
+                        const float* t = &targets[d * padded + j];
+                        for (int c = 0; c < COLUMNS; ++c) {
+                            const Vec x = load(t + c * W);
+                            for (int r = 0; r < ROWS; ++r) products[r][c] += x * k[r][d];
+                        }
+                    }
+                else
+                    for (int64_t d = 0; d < p.size; ++d)
+                        for (int c = 0; c < columns; ++c) {
+                            const Vec x = load(&targets[d * padded + j + c * W]);
+                            for (int r = 0; r < ROWS; ++r) products[r][c] += x * k[r][d];
+                        }
+                for (int64_t r = 0; r < rows; ++r) {
+                    const float scale = inverse[free[start + 2 * (i + r)]];
+                    for (int64_t c = 0; c < columns; ++c) {
+                        float s[W];
+                        store(s, p.step > 0 ? products[r][c] * (scale / p.step) : products[r][c] * scale);
+                        if (p.step > 0)
+                            for (int w = 0; w < W; ++w) s[w] = std::nearbyint(s[w]);
+                        float most = -INF;
+                        const int64_t real = std::min<int64_t>(W, count - j - c * W);
+                        for (int64_t w = 0; w < real; ++w) most = std::max(most, s[w]);
+                        if (most > best[r]) {  // ties go to the earliest target
+                            best[r] = most;
+                            which[r] = j + c * W + (std::find(s, s + real, most) - s);
+                        }
+                    }
+                }
+            }
+            for (int64_t r = 0; r < rows; ++r) {
+                score.push_back(best[r]);
+                source.push_back(start + 2 * (i + r));
+                target.push_back(start + 2 * which[r] + 1);
+            }
+        }
+    }
+
+    void round(int64_t edges) {
+        score.clear(), source.clear(), target.clear();
+        const int64_t n = free.size();
+        for (int64_t start = 0; start + 1 < n; start += p.chunk) propose(start, std::min(p.chunk, n - start));
+        order.resize(score.size());
+        std::iota(order.begin(), order.end(), 0);
+        std::nth_element(order.begin(), order.begin() + edges, order.end(), [&](int64_t a, int64_t b) {
+            return score[a] != score[b] ? score[a] > score[b] : a < b;  // ties go to the earliest source
+        });
+        std::sort(order.begin(), order.begin() + edges);
+        // Sources of one target, latest first, as a linked list through `first` and `next`.
+        next.assign(edges, -1);
+        std::vector<int64_t> touched;
+        for (int64_t e = 0; e < edges; ++e) {
+            int64_t& head = first[free[target[order[e]]]];
+            if (head < 0) touched.push_back(free[target[order[e]]]);
+            next[e] = head, head = e;
+        }
+        for (int64_t b : touched) merge(b);
+        std::vector<uint8_t> leaves(n, 0);
+        for (int64_t e = 0; e < edges; ++e) leaves[source[order[e]]] = 1;
+        int64_t kept = 0;
+        for (int64_t i = 0; i < n; ++i)
+            if (!leaves[i]) free[kept++] = free[i];
+        free.resize(kept);
+    }
+
+    void merge(int64_t b) {
+        float mass = degree[b];
+        for (int64_t e = first[b]; e >= 0; e = next[e]) mass += degree[free[source[order[e]]]];
+        for (auto [x, size] : {std::pair{keys.data(), p.size}, std::pair{values.data(), p.value_size}})
+            for (int64_t i = 0; i < size; i += W) {
+                const Vec own = load(x + b * size + i);
+                Vec pull{};
+                for (int64_t e = first[b]; e >= 0; e = next[e]) {
+                    const int64_t a = free[source[order[e]]];
+                    pull += (degree[a] / mass) * (load(x + a * size + i) - own);
+                }
+                store(x + b * size + i, as_stored<T>(own + pull));
+            }
+        degree[b] = mass;
+        first[b] = -1;
+        note(b);
+    }
+};
+
+template <class T>
+int run(const Rounds& p, const T* keys, const T* values, const float* degree, const uint8_t* free,
+        const int64_t* removed, T* out_keys, T* out_values, float* out_degree, int64_t* origin) {
+    int safe = 1;
+#pragma omp parallel
+    {
+        Head<T> head(p);
+#pragma omp for schedule(dynamic) reduction(&& : safe)
+        for (int64_t row = 0; row < p.rows; ++row) {
+            const T* k = keys + row * p.k_r;
+            const T* v = values + row * p.v_r;
+            const uint8_t* is_free = free + row * p.slots;
+            head.begin(k, v, degree + row * p.slots, is_free);
+            for (int64_t r = 0; r < p.rounds && head.safe; ++r) head.round(removed[r]);
+            safe = safe && head.safe;
+            if (!head.safe) continue;
+            int64_t to = row * p.final, next = 0;
+            for (int64_t slot = 0; slot < p.slots; ++slot) {
+                const bool survives = next < (int64_t)head.free.size() && head.free[next] == slot;
+                if (is_free[slot] && !survives) continue;
+                next += survives;
+                for (int64_t i = 0; i < p.size; i += W)
+                    store(out_keys + to * p.size + i,
+                          survives ? load(&head.keys[slot * p.size + i]) : load(k + slot * p.k_t + i));
+                for (int64_t i = 0; i < p.value_size; i += W)
+                    store(out_values + to * p.value_size + i,
+                          survives ? load(&head.values[slot * p.value_size + i]) : load(v + slot * p.v_t + i));
+                out_degree[to] = head.degree[slot];
+                origin[to++] = slot;
+            }
+        }
+    }
+    return safe ? 0 : 1;
+}
+
+}  // namespace
+
+// Types: 0 = float32, 1 = bfloat16. See centroidkv/native/__init__.py for the arguments.
+extern "C" {
+
+int64_t centroidkv_version() { return 1; }
+
+void centroidkv_attend(int type, const Attention* a, const void* query, const void* keys, const void* values,
+                       const float* log_degree, const int32_t* table, const int32_t* lengths, void* out) {
+    if (type == 0)
+        attend(*a, (const float*)query, (const float*)keys, (const float*)values, log_degree, table, lengths,
+               (float*)out);
+    else
+        attend(*a, (const bf16*)query, (const bf16*)keys, (const bf16*)values, log_degree, table, lengths, (bf16*)out);
+}
+
+// 0, or 1 if a norm is too large or too small to be squared: then nothing was computed.
+int centroidkv_rounds(int type, const Rounds* p, const void* keys, const void* values, const float* degree,
+                      const uint8_t* free, const int64_t* removed, void* out_keys, void* out_values, float* out_degree,
+                      int64_t* origin) {
+    return type == 0 ? run(*p, (const float*)keys, (const float*)values, degree, free, removed, (float*)out_keys,
+                           (float*)out_values, out_degree, origin)
+                     : run(*p, (const bf16*)keys, (const bf16*)values, degree, free, removed, (bf16*)out_keys,
+                           (bf16*)out_values, out_degree, origin);
+}
+}
