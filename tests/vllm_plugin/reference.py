@@ -99,18 +99,16 @@ def logprobs_along(model, prompt: list[int], output: list[int], compressor, inte
     return torch.stack(found), [layer.growing.runs for layer in cache.layers]
 
 
-def compare(ours, reference: torch.Tensor, top: int = 5):
-    """(steps whose best token differs although the reference is sure by 1e-3, largest |dlogprob| of the best tokens).
+def compare(ours, chosen, reference: torch.Tensor):
+    """(steps whose token differs although the reference is sure by 1e-3, largest |dlogprob| of the chosen tokens).
 
     ``ours``: per step a dict token -> log-probability, as vLLM reports it.
     """
     wrong, largest = [], 0.0
-    for step, (told, right) in enumerate(zip(ours, reference, strict=True)):
+    for step, (told, token, right) in enumerate(zip(ours, chosen, reference, strict=True)):
         best = right.topk(2)
         margin = float(best.values[0] - best.values[1])
-        chosen = max(told, key=told.get)
-        if chosen != int(best.indices[0]) and margin >= 1e-3:
-            wrong.append((step, chosen, int(best.indices[0]), margin))
-        for token, value in sorted(told.items(), key=lambda pair: -pair[1])[:top]:
-            largest = max(largest, math.fabs(value - float(right[token])))
+        if token != int(best.indices[0]) and margin >= 1e-3:
+            wrong.append((step, token, int(best.indices[0]), margin))
+        largest = max(largest, math.fabs(told[token] - float(right[token])))
     return wrong, largest
