@@ -172,6 +172,11 @@ def test_a_server_that_would_not_do_what_it_was_asked_is_refused(given, worker, 
     assert not set(METRICS) & set(REGISTRY._names_to_collectors)
 
 
+def test_the_documents_name_every_counter():
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    assert all(f"`{name}_total`" in text for name in METRICS)
+
+
 # -- how vLLM finds it -------------------------------------------------------------------------------------------------
 
 
