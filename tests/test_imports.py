@@ -47,6 +47,7 @@ ALLOWED = {
 OUTSIDE = {
     "transformers": {"integrations", "cli"},
     "vllm": {"integrations"},
+    "prometheus_client": {"integrations"},
     "lm_eval": {"integrations"},
     "safetensors": {"integrations"},
     "kvpress": {"integrations"},
