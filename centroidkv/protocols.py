@@ -42,7 +42,8 @@ class Preserver(Protocol):
 class Partitioner(Protocol):
     """Splits ``length`` slots into sources and targets: a pure function of the length.
 
-    May return a :class:`Partition` or simply a pair ``(sources, targets)`` of index lists.
+    May return a :class:`Partition` or simply a pair ``(sources, targets)`` of index lists. A class may have
+    ``capacity(length)``, which must equal ``partition(length).capacity``; plans ask it instead.
     """
 
     def __call__(self, length: int, /) -> Partition: ...

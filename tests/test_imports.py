@@ -35,7 +35,8 @@ ALLOWED = {
     "dense": {"errors", "state"},
     "rounds": BASE | {"aggregate", "dense", "matching"},
     "compressor": BASE | {"dense", "rounds", "schedule", "preserve", "builder"},
-    "builder": BASE | {"aggregate", "compressor", "matching", "partition", "preserve", "rounds", "schedule", "similarity"},
+    "builder": BASE
+    | {"aggregate", "compressor", "matching", "partition", "preserve", "rounds", "schedule", "similarity"},
     "cache": BASE | {"compressor", "dense"},
     "presets": BASE | {"compressor", "matching", "partition", "preserve", "schedule", "similarity"},
     "integrations": BASE | {"attention", "cache", "compressor", "presets", "preserve", "rounds", "similarity"},

@@ -34,5 +34,16 @@ class Alternating:
     def __post_init__(self) -> None:
         check_chunk_size(self.chunk_size)
 
+    def capacity(self, length: int) -> int:
+        """The most slots that a round can remove, without listing them.
+
+        >>> Alternating(chunk_size=4).capacity(7), Alternating(chunk_size=4)(7).capacity
+        (3, 3)
+        """
+        size = self.chunk_size or max(length, 1)
+        full, tail = divmod(length, size)
+        sources = full * ((size + 1) // 2) * (size > 1) + (tail + 1) // 2 * (tail > 1)
+        return min(sources, length // 2)
+
     def __call__(self, length: int) -> Partition:
         return split_chunks(length, self.chunk_size, lambda size: torch.arange(size) % 2 == 0)

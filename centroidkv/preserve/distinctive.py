@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from centroidkv.errors import ShapeError, StageError
@@ -32,6 +33,8 @@ class Distinctive:
         share: share of the free budget (the budget less sinks, recent window and other fixed counts), in (0, 1].
         rope: "before" scores keys un-rotated by their positions, so that a key is judged by content and not by
             place; "after" scores keys as cached.
+        precision: round scores to this type, such as torch.bfloat16, before they are ranked: equal keys score alike up
+            to errors of 1e-7, which would decide between them otherwise. None: they are ranked as computed.
 
     Ties go to the earliest slot.
     """
@@ -39,6 +42,7 @@ class Distinctive:
     score: str | Score = "leverage"
     share: float = 0.5
     rope: str = "before"
+    precision: torch.dtype | None = None
 
     SCORES: ClassVar[Mapping[str, Score]] = MappingProxyType(
         {"leverage": leverage, "cosine": cosine_to_mean, "low_norm": low_norm, "passages": passages}
@@ -73,6 +77,8 @@ class Distinctive:
         score = self.score(state) if callable(self.score) else self.SCORES[self.score](state)
         if score.shape != free.shape:
             raise ShapeError(f"a score must be [B, H, T] = {tuple(free.shape)}, got {tuple(score.shape)}")
+        if self.precision is not None:
+            score = score.to(self.precision)
         # Not a sentinel score but two sort keys: first score descending (stable: ties to the earliest), then free.
         order = score.argsort(dim=-1, descending=True, stable=True)
         order = order.gather(-1, free.gather(-1, order).float().argsort(dim=-1, descending=True, stable=True))

@@ -34,6 +34,9 @@ class Stages:
 
     def capacity(self, length: int) -> int:
         """The most slots that one round can remove from ``length``."""
+        # Planning asks for every round; a partition that can tell without listing its slots says so itself.
+        if getattr(self.matching, "needs_partition", True) and "capacity" in vars(type(self.partition)):
+            return int(self.partition.capacity(length))  # type: ignore[attr-defined]
         return matcher_capacity(self.matching, self.split(length))
 
     def prepare(self, state: KVState, free: Tensor) -> KVState:

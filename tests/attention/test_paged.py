@@ -142,7 +142,7 @@ def test_the_compiled_loop_says_what_it_does_not_take():
     with pytest.raises(BackendError, match="multiples of 16, not 8"):
         paged_degree_attention(*Paged((10, 3)).arguments(), backend="native")
     case = Paged((10, 3), size=16, value_size=16, dtype=torch.float16)
-    with pytest.raises(BackendError, match="not torch.float16"):
+    with pytest.raises(BackendError, match=r"not torch\.float16"):
         paged_degree_attention(*case.arguments(), backend="native")
 
 

@@ -101,14 +101,14 @@ def test_what_it_does_not_take_is_refused():
     state = state_of(StateCase(slots=100, kind="gaussian", size=32))
     with pytest.raises(BackendError, match="multiples of 16, not 8"):
         build()(state_of(StateCase(slots=100, kind="gaussian", size=8)))
-    with pytest.raises(BackendError, match="float32 and bfloat16, not torch.float64"):
+    with pytest.raises(BackendError, match=r"float32 and bfloat16, not torch\.float64"):
         build()(state_of(StateCase(slots=100, kind="gaussian", size=32, dtype="float64")))
     with pytest.raises(BackendError, match=r"no slot data, .*\['score'\]"):
         build()(replace(state, slot_data={"score": state.degree}))
     builder = Compressor.builder().budget(0.3)
     with pytest.raises(BackendError, match="ranks pairs over the whole sequence"):
         builder.matching(BipartiteSoftMatching(rank="chunk")).build(backend="native")
-    with pytest.raises(BackendError, match="soft matching|BipartiteSoftMatching"):
+    with pytest.raises(BackendError, match="BipartiteSoftMatching"):
         builder.similarity(ExpectedLogits()).matching(WardMatching()).build(backend="native")
 
 

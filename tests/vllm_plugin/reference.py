@@ -1,5 +1,6 @@
 """A dense Hugging Face run that clusters by the same rule as the plugin, written without any of its code but the
-compressor: per layer one plain state, cut at the last full block and compressed when tokens computed say so."""
+compressor: per layer one plain state, cut at the last full block and compressed when tokens computed say so.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ class BlockwiseCache(CentroidCache):
 
 @torch.no_grad()
 def logprobs_along(model, prompt: list[int], output: list[int], compressor, interval: int, block_size: int):
-    """Log-probabilities ``[len(output), vocabulary]`` with which the reference would choose each token of ``output``."""
+    """Log-probabilities ``[steps, vocabulary]`` with which the reference would choose each token of ``output``."""
     cache = BlockwiseCache(compressor, interval, block_size)
     found, tokens = [], torch.tensor([prompt])
     with enable(model):

@@ -43,7 +43,7 @@ def test_many_steps_equal_the_dense_reference(model, engine):
     (output,) = generate(engine, [asked], 300)
     expect_reference(model, asked, output, OPTIONS, least_events=3)
     assert manager(engine).returned_blocks > returned
-    assert worker(engine).clustering_events >= 3
+    assert worker(engine).clustering.events >= 3
     assert all_free(engine)
 
 
@@ -63,7 +63,10 @@ def test_a_second_run_takes_blocks_from_the_first_and_says_the_same(model, engin
     again = engine.generate([{"prompt_token_ids": asked} for asked in prompts], use_tqdm=False)
     # Of the first 900 tokens, 28 full blocks, the 7 last are written by its clustering.
     assert again[0].num_cached_tokens == 21 * 32
-    assert again[1].num_cached_tokens == min(stats.coordinator.single_type_managers[0].plan.untouched_blocks(800, 4096), 25) * 32
+    assert (
+        again[1].num_cached_tokens
+        == min(stats.coordinator.single_type_managers[0].plan.untouched_blocks(800, 4096), 25) * 32
+    )
     for asked, before in zip(prompts, first, strict=True):
         (after,) = generate(engine, [asked], 120)
         expect_alike(before, after)

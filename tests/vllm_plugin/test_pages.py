@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -136,13 +137,21 @@ class Paged:
         def carry_out(blocks, event):
             cluster([self.pages], blocks.tolist(), event, self.plan, ROTARY)
 
-        attend(asked, self.pages, lay_out(self.plan, prompts, starts, lengths, table), SCALE, out, carry_out, causal_attention)
+        attend(
+            asked,
+            self.pages,
+            lay_out(self.plan, prompts, starts, lengths, table),
+            SCALE,
+            out,
+            carry_out,
+            causal_attention,
+        )
         for request, length in enumerate(lengths):
             if length > self.computed[request]:
                 for event in self.plan.events(prompts[request], length - 1, length):
                     cluster([self.pages], self.tables[request], event, self.plan, ROTARY)
         self.computed = lengths
-        return [out[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        return [out[a:b] for a, b in pairwise(starts)]
 
 
 steps = st.lists(st.integers(1, 70), min_size=1, max_size=40)
@@ -194,7 +203,9 @@ def test_a_chunk_is_cut_where_an_event_is_due_within_it():
     assert [(part.start, part.stop) for part in found] == [(7, 207), (207, 257), (257, 307), (307, 327)]
     assert [part.event.tokens if part.event else None for part in found] == [200, 250, 300, None]
     assert [part.first for part in found] == [0, *(plan.region(200, n).first for n in (200, 250, 300))]
-    assert [part.length for part in found] == [n - part.first * BLOCK for n, part in zip((200, 250, 300, 320), found, strict=True)]
+    assert [part.length for part in found] == [
+        n - part.first * BLOCK for n, part in zip((200, 250, 300, 320), found, strict=True)
+    ]
     # An event at the end of a step is left to the worker.
     assert [part.event for part in segments(plan, 200, 0, 0, 200)] == [None]
 
@@ -209,7 +220,11 @@ def test_many_layers_at_once_are_clustered_as_one_by_one():
         pages.write(torch.randn(300, HEADS, SIZE), torch.randn(300, HEADS, SIZE), places)
     alone = [empty_pages(25) for _ in range(3)]
     for one, pages in zip(alone, layers, strict=True):
-        for a, b in zip((one.keys, one.values, one.log_degree, one.positions), (pages.keys, pages.values, pages.log_degree, pages.positions), strict=True):
+        for a, b in zip(
+            (one.keys, one.values, one.log_degree, one.positions),
+            (pages.keys, pages.values, pages.log_degree, pages.positions),
+            strict=True,
+        ):
             a.copy_(b)
         cluster([one], blocks, event, plan, ROTARY)
     cluster(layers, blocks, event, plan, ROTARY)

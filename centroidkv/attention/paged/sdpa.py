@@ -23,7 +23,7 @@ def paged_degree_attention_sdpa(
     (blocks as ``[N, H, block, D]``, transposed); the grouped query heads of a KV head are further queries of it.
     """
     requests, query_heads, size = query.shape
-    blocks, block, heads = log_degree.shape
+    block, heads = log_degree.shape[1:]
     columns = block_table.shape[1]
     used = torch.arange(columns, device=query.device) * block < lengths[:, None]
     table = block_table.masked_fill(~used, 0).long()  # entries behind a request's length may be anything

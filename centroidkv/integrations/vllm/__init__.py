@@ -15,7 +15,7 @@ __all__ = ["SECTION", "ServingOptions", "ServingPlan", "Worker", "register"]
 
 
 def register() -> None:
-    """vLLM calls this in each of its processes (entry point ``vllm.general_plugins``).
+    """VLLM calls this in each of its processes (entry point ``vllm.general_plugins``).
 
     It names the attention back end and the cache manager that a server asks for by its configuration. On a release
     that this was not tried on it does nothing; a server that asks for clustering is then refused by its worker.

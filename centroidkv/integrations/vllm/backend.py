@@ -115,7 +115,9 @@ class CentroidBuilder(AttentionMetadataBuilder[CentroidMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CentroidMetadata:
         common = common_attn_metadata
         if self._runner is None:
-            raise ServingError("the worker has not introduced itself; use --worker-cls centroidkv.integrations.vllm.Worker")
+            raise ServingError(
+                "the worker has not introduced itself; use --worker-cls centroidkv.integrations.vllm.Worker"
+            )
         requests = common.num_reqs
         held = self._runner.input_batch
         # In a dry run the batch is made up, and no request stands behind it.

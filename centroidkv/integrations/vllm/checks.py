@@ -32,17 +32,18 @@ def reasons_against(config: Any) -> list[str]:
     """Why a vLLM configuration cannot be served with clustering; empty if it can."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     found = [
-        (config.speculative_config is not None, "speculative decoding takes tokens back, centroids cannot be taken apart"),
+        (config.speculative_config is not None, "speculative decoding: it takes tokens back, and centroids cannot be"),
         (config.kv_transfer_config is not None, "KV connectors move blocks whose ln N they do not know"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (tensor parallelism works)"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism splits requests over ranks"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism splits requests"),
-        (cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"), f"kv_cache_dtype={cache.cache_dtype!r}: keys are averaged as they are, use 'auto'"),
+        (cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+            f"kv_cache_dtype={cache.cache_dtype!r}, use 'auto'"),
         (model.use_mla, "multi-head latent attention caches no keys"),
         (model.is_encoder_decoder, "encoder-decoder models"),
         (model.is_attention_free, "this model has no attention"),
         (bool(getattr(config, "use_v2_model_runner", False)), "the V2 model runner; set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (getattr(model, "runner_type", "generate") != "generate", f"runner {getattr(model, 'runner_type', None)!r}: only generation has a cache that grows"),
+        (getattr(model, "runner_type", "generate") != "generate", "another task than generation"),
     ]  # fmt: skip
     return [reason for applies, reason in found if applies]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -19,7 +19,7 @@ from centroidkv.integrations.vllm.plan import ServingPlan, plan_of
 class CentroidSpec(FullAttentionSpec):
     """A full-attention cache whose requests are clustered as ``options`` say, up to ``max_tokens`` tokens long."""
 
-    options: ServingOptions = ServingOptions()
+    options: ServingOptions = field(default_factory=ServingOptions)
     max_tokens: int = 0
     positions: bool = False
 
@@ -91,7 +91,13 @@ class CentroidManager(FullAttentionManager):
 
     @classmethod
     def find_longest_cache_hit(
-        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: Any, block_pool: Any, kv_cache_spec: Any, **more: Any
+        cls,
+        block_hashes: Any,
+        max_length: int,
+        kv_cache_group_ids: Any,
+        block_pool: Any,
+        kv_cache_spec: Any,
+        **more: Any,
     ) -> Any:
         """The longest cached prefix within the blocks that no event of this request writes."""
         plan = kv_cache_spec.plan

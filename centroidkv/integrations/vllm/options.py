@@ -11,13 +11,13 @@ import torch
 from centroidkv import presets
 from centroidkv.compressor import Compressor
 from centroidkv.errors import CentroidKVError, ServingError
-from centroidkv.preserve import Recent, Sinks
+from centroidkv.preserve import Distinctive, Recent, Sinks
 from centroidkv.preserve.union import Union
 from centroidkv.records import Budget
 from centroidkv.similarity import Cosine
 
 TIES = 2.0**-10
-"""Similarities of float32 keys that differ by less count as equal."""
+"""Similarities of float32 keys are compared as multiples of this."""
 SECTION = "centroidkv"
 """The key under which vLLM's additional configuration holds ours."""
 
@@ -86,7 +86,7 @@ class ServingOptions:
     def compressor(self, dtype: torch.dtype = torch.bfloat16) -> Compressor:
         """The preset, with the budget and the windows asked for, for keys of ``dtype``.
 
-        Keys of float32 are compared to three decimals only, so that a request is clustered alike whatever requests are
+        Keys of float32 are compared to three digits only, so that a request is clustered alike whatever requests are
         computed beside it: these change the last digits of its keys, and ties must not hang on those. Keys of 16 bits
         are rounded more coarsely than that by being stored.
         """
@@ -102,14 +102,26 @@ class ServingOptions:
         built = replace(built, preservers=Union(tuple(members)), budget=budget)
         if not built.fits(tokens=1 << 30):
             raise ServingError(f"{self!r}: {budget!r} never holds what is preserved, {members}, and a centroid besides")
-        if dtype == torch.float32 and isinstance(built.similarity, Cosine):
-            built = replace(built, similarity=replace(built.similarity, step=TIES))
-        return built
+        return _settled(built) if dtype == torch.float32 else built
+
+
+def _settled(compressor: Compressor) -> Compressor:
+    """The same, comparing similarities and scores to a few digits only."""
+    similarity = compressor.similarity
+    members = [
+        replace(member, precision=torch.bfloat16) if isinstance(member, Distinctive) else member
+        for member in compressor.preservers.members
+    ]
+    return replace(
+        compressor,
+        preservers=Union(tuple(members)),
+        similarity=replace(similarity, step=TIES) if isinstance(similarity, Cosine) else similarity,
+    )
 
 
 def _resized(members: list[Any], kind: type, count: int, preset: str) -> list[Any]:
     """``members`` with the one of ``kind`` keeping ``count`` slots."""
-    if not any(isinstance(member, kind) and member.share is None for member in members):
+    if not any(isinstance(member, kind) and getattr(member, "share", None) is None for member in members):
         raise ServingError(f"preset {preset!r} has no {kind.__name__}(slots) whose size could be set")
     return [kind(count) if isinstance(member, kind) else member for member in members]
 

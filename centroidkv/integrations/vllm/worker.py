@@ -10,7 +10,9 @@ import torch
 from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm.checks import check_config
 from centroidkv.integrations.vllm.cluster import cluster
+from centroidkv.integrations.vllm.metrics import ClusteringStats
 from centroidkv.integrations.vllm.options import ServingOptions
+from centroidkv.native import why_not_native
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as Base
@@ -33,11 +35,8 @@ class ClusteringWorker(Base):
             )
         check_config(vllm_config)
         self.options = options
-        self.clustered_requests = 0
-        self.clustering_events = 0
-        self.clustering_seconds = 0.0
-        self._clustered: set[str] = set()
         super().__init__(vllm_config, *arguments, **more)
+        self.clustering = ClusteringStats(str(vllm_config.model_config.served_model_name)) if self.rank == 0 else None
 
     def get_kv_cache_spec(self) -> Any:
         """The caches of all layers, as their back ends want them, who read our options off the configuration."""
@@ -49,6 +48,8 @@ class ClusteringWorker(Base):
     def initialize_from_config(self, *arguments: Any, **more: Any) -> Any:
         """Allot the caches, then show the attention builders the runner, whose requests they ask for."""
         result = super().initialize_from_config(*arguments, **more)
+        slow = why_not_native() if self.device.type == "cpu" else None
+        logger().info("Clustering KV caches as %s%s", self.options, f"; slowly, because {slow}" if slow else "")
         for groups in self.model_runner.attn_groups:
             for group in groups:
                 for builder in group.metadata_builders:
@@ -70,28 +71,25 @@ class ClusteringWorker(Base):
             request = self.model_runner.requests.get(request_id)
             if request is not None:
                 self._cluster(request_id, request, request.num_computed_tokens + new)
-        for request_id in scheduler_output.finished_req_ids:
-            self._clustered.discard(request_id)
+        if self.clustering is not None:
+            for request_id in scheduler_output.finished_req_ids:
+                self.clustering.forget(request_id)
+            line = self.clustering.line()
+            if line is not None:
+                logger().info(line)
         return result
 
     def _cluster(self, request_id: str, request: Any, computed: int) -> None:
         builder = self._builder
         for event in builder.plan.events(request.num_prompt_tokens, computed - 1, computed):
             start = time.perf_counter()
-            blocks = request.block_ids[builder.group]
-            cluster(builder.pages, blocks, event, builder.plan, builder.rotary)
-            self._note(request_id, event, time.perf_counter() - start)
+            cluster(builder.pages, request.block_ids[builder.group], event, builder.plan, builder.rotary)
+            if self.clustering is not None:
+                self.clustering.note(request_id, event, time.perf_counter() - start)
 
-    def _note(self, request_id: str, event: Any, seconds: float) -> None:
-        from vllm.logger import init_logger
 
-        self.clustering_events += 1
-        self.clustering_seconds += seconds
-        if request_id not in self._clustered:
-            self._clustered.add(request_id)
-            self.clustered_requests += 1
-        init_logger(__name__).debug(
-            "request %s: %d of %d blocks left after %d tokens, %.0f ms (%d requests, %.1f s so far)",
-            request_id, event.target_blocks, event.source_blocks, event.tokens, seconds * 1e3,
-            self.clustered_requests, self.clustering_seconds,
-        )  # fmt: skip
+def logger() -> Any:
+    """A logger that vLLM's own settings apply to."""
+    from vllm.logger import init_logger
+
+    return init_logger(f"vllm.{__name__}")
