@@ -53,10 +53,11 @@ class Rounds(ctypes.Structure):
     ] + [("step", ctypes.c_float)]
 
 
-def folder() -> Path:
-    """Where compiled libraries are kept: ``$CENTROIDKV_CACHE``, or centroidkv in the user's cache folder."""
-    given = os.environ.get("CENTROIDKV_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "centroidkv"
+def user_cache() -> Path:
+    """Where what is made once per machine is kept: $CENTROIDKV_CACHE, else centroidkv/ in the user's cache folder."""
+    if own := os.environ.get("CENTROIDKV_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "centroidkv"
 
 
 def compiler() -> str | None:
@@ -73,7 +74,7 @@ def _load() -> ctypes.CDLL | str:
         return "there is no C++ compiler (c++, g++ or clang++; $CXX names another)"
     # -march=native: a library made for one processor must not be found by another that shares the folder.
     facts = "\0".join((SOURCE.read_text(), *FLAGS, named, platform.machine(), torch.backends.cpu.get_cpu_capability()))
-    path = folder() / "native" / f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    path = user_cache() / "native" / f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ class Cosine(KeyView):
         heads: likewise.
         step: round similarities to multiples of this, in (0, 1], before they are compared. In the first layer a key
             depends on its token and its place alone, so equal tokens equally far apart tie exactly, and errors of
-            1e-7 in the keys would decide. With a step of 1e-3 the earliest wins, in whatever batch or on whatever
+            1e-7 in the keys would decide. With a step of 2^-8 the earliest wins, in whatever batch or on whatever
             machine the keys were computed.
 
     >>> Cosine()(torch.tensor([[3.0, 0.0]]), torch.tensor([[5.0, 0.0], [0.0, 1.0]]))

