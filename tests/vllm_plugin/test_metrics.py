@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,7 @@ def test_lines_are_not_written_after_every_event(monkeypatch):
 
 CODE = """
 import sys
+from pathlib import Path
 from prometheus_client import generate_latest
 from tests.vllm_plugin.test_metrics import events
 from centroidkv.integrations.vllm.metrics import ClusteringStats
@@ -82,3 +84,9 @@ def test_counters_appear_with_their_labels_and_are_added_up_over_processes(tmp_p
     folder = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     run("joined", **folder)
     assert 'centroidkv:clusterings_total{model_name="x"} 4.0' in run("joined", **folder)
+
+
+def test_the_documentation_names_every_counter():
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    for name in metrics.COUNTERS:
+        assert f"| `{metrics.PREFIX}{name}_total` |" in page

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from centroidkv import Budget, KVState, Rotary
-from centroidkv.attention import degree_attention
+from centroidkv import Budget, KVState, Rotary, native
+from centroidkv.attention import degree_attention, paged_degree_attention
 from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm import ServingOptions, ServingPlan
 from centroidkv.integrations.vllm.attend import attend, causal_attention
@@ -52,6 +52,31 @@ def test_pages_hold_what_is_written_and_share_no_number(dtype, positions):
     if positions:
         assert pages.read_positions(torch.tensor([2])).equal(where.int())
     assert pages.read(blocks)[0][:, :40].equal(keys.transpose(0, 1))  # the neighbours are as they were
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "native", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_of_attending_reads_pages_as_they_lie(backend, dtype):
+    """On a GPU requests of one token go through the Triton kernel, here in its interpreter."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    if backend == "native" and native.why_not_native() is not None:
+        pytest.skip(str(native.why_not_native()))
+    channels = slot_bytes(32, 32, dtype, positions=True) // dtype.itemsize
+    cache = torch.full((9, HEADS, BLOCK, channels), float("nan"), dtype=dtype)
+    pages = Pages.of(cache, 32, 32, positions=True)
+    pages.keys.copy_(torch.randn(pages.keys.shape))
+    pages.values.copy_(torch.randn(pages.values.shape))
+    pages.log_degree.copy_(torch.randint(1, 9, pages.log_degree.shape).float().log())
+    views = [part.transpose(1, 2) for part in (pages.keys, pages.values, pages.log_degree)]
+    table = torch.tensor([[3, 1, 4], [5, 2, 6]], dtype=torch.int32)
+    lengths = torch.tensor([40, 17], dtype=torch.int32)
+    query = torch.randn(2, HEADS * GROUPS, 32).to(dtype)
+    got, wanted = (
+        paged_degree_attention(query, *views, table, lengths, scale=SCALE, backend=name)
+        for name in (backend, "reference")
+    )
+    assert torch.allclose(got.float(), wanted.float(), atol=1e-5 if dtype == torch.float32 else 2**-6)
 
 
 def test_a_page_of_another_size_is_refused():
