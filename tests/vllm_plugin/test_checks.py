@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm.checks import check_version, check_worker, reasons_against
@@ -16,6 +17,7 @@ PARTS = {
     },
     "cache_config": {"cache_dtype": "auto"},
     "model_config": {
+        "dtype": torch.bfloat16,
         "use_mla": False, "is_encoder_decoder": False, "is_attention_free": False, "runner_type": "generate",
     },
 }  # fmt: skip
@@ -36,6 +38,7 @@ def config(additional_config=None, **changed):
 
 def test_a_usual_configuration_has_nothing_against_it():
     assert reasons_against(config()) == []
+    assert reasons_against(config(cache_dtype="bfloat16")) == []
     check_worker(config())
 
 
@@ -48,6 +51,7 @@ def test_a_usual_configuration_has_nothing_against_it():
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"cache_dtype": "float16"}, "kv_cache_dtype='float16' beside a model of torch.bfloat16"),
         ({"use_mla": True}, "latent attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"is_attention_free": True}, "no attention"),

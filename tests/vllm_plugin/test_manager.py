@@ -17,6 +17,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm import ServingOptions
 from centroidkv.integrations.vllm.manager import CentroidManager, CentroidSpec, register_spec
 
@@ -164,6 +165,17 @@ def test_a_request_that_comes_back_does_not_take_blocks_it_will_write():
     # Looked up as a prompt of 1300 tokens it would have been given more than it may have.
     request.skip_reading_prefix_cache = False
     assert engine.hit(request)[1] > SPEC.plan.untouched_blocks(1000, 4096) * BLOCK
+
+
+def test_a_prompt_that_grows_while_it_runs_is_refused():
+    engine, request = Engine(), Request("session", tokens(1000))
+    engine.admit(request)
+    engine.compute(request, 0, 1000)
+    engine.compute(request, 1000, 1001)
+    with pytest.raises(ServingError, match="grew from 1000 to 1400 tokens"):
+        engine.manager.remove_skipped_blocks("session", 1001, 1400)
+    engine.manager.free("session")
+    engine.manager.remove_skipped_blocks("session", 0, 1400)  # another request of that name
 
 
 def test_many_requests_under_pressure_leave_a_full_pool():

@@ -10,6 +10,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm.options import ServingOptions
 from centroidkv.integrations.vllm.pages import slot_bytes
 from centroidkv.integrations.vllm.plan import ServingPlan, plan_of
@@ -54,6 +55,7 @@ class CentroidManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: CentroidSpec, **arguments: Any) -> None:
         super().__init__(kv_cache_spec, **arguments)
         self.plan = kv_cache_spec.plan
+        self._prompts: dict[str, int] = {}
         self.returned_blocks = 0
         """Blocks given back so far, of all requests."""
 
@@ -63,10 +65,20 @@ class CentroidManager(FullAttentionManager):
         """Give back what lies before the centroids of a request with that many tokens computed *and* clustered."""
         if num_prompt_tokens is None or request_id not in self.req_to_blocks:
             return
+        if self._prompts.setdefault(request_id, num_prompt_tokens) != num_prompt_tokens:
+            raise ServingError(
+                f"the prompt of request {request_id} grew from {self._prompts[request_id]} to {num_prompt_tokens} "
+                "tokens while it ran (streamed input?); its cache was clustered for the shorter one"
+            )
         free = self.block_pool.get_num_free_blocks()
         first = self.plan.region(num_prompt_tokens, processed_computed_tokens).first
         self._remove_blocks_in_range(request_id, 0, first)
         self.returned_blocks += self.block_pool.get_num_free_blocks() - free
+
+    def pop_blocks_for_free(self, request_id: str) -> Any:
+        """All blocks of a request that ends or is preempted."""
+        self._prompts.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
 
     def cache_blocks(
         self,
