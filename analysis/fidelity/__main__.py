@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from analysis.fidelity import leaderboard, report
+from analysis.fidelity.ablations import ABLATIONS, COMPARED
 from analysis.fidelity.contenders import FULL, Contender, all_contenders, full_states
 from analysis.fidelity.prefill import cache_of, prefill, read
 from analysis.fidelity.score import measure
@@ -63,7 +64,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=list(DEFAULT_TASKS))
     parser.add_argument("--protocol", choices=PROTOCOLS, default="agnostic")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
-    parser.add_argument("--methods", nargs="+", help="only these (default: all)")
+    parser.add_argument("--methods", nargs="+", help="only these (default: all presets, clusterings and presses)")
+    parser.add_argument("--ablation", action="store_true", help="the default preset without one of its parts each")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--length", type=int, default=1500, help="tokens of a context")
     parser.add_argument("--results", type=Path, help="JSON file to write and to go on from")
@@ -91,11 +93,14 @@ def main() -> None:
 def measure_all(options: argparse.Namespace, store: Store) -> None:
     """Every task and sample that the store does not hold in full."""
     contenders = all_contenders()
-    if options.methods:
-        unknown = set(options.methods) - {contender.name for contender in contenders}
+    wanted = COMPARED if options.ablation else options.methods
+    if wanted:
+        unknown = set(wanted) - {contender.name for contender in contenders}
         if unknown:
             sys.exit(f"unknown methods {sorted(unknown)}; known here: {[contender.name for contender in contenders]}")
-        contenders = [contender for contender in contenders if contender.name in options.methods]
+        contenders = [contender for contender in contenders if contender.name in wanted]
+    else:
+        contenders = [contender for contender in contenders if contender.name not in ABLATIONS]
     model, tokenizer = load_named(options.model, torch.float32)
     texts = help_topics() if options.texts == "topics" else load_texts(options.texts)
     maker = Maker(tokenizer, texts, options.length)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from analysis.fidelity import presses
+from analysis.fidelity.ablations import ABLATIONS
 from analysis.fidelity.clusterings import CLUSTERINGS
 from analysis.fidelity.prefill import Prefill
 from centroidkv import Compressor, KVState, presets
@@ -80,7 +81,7 @@ def press(name: str, make: Callable[[float], Any]) -> Contender:
 
 
 def all_contenders() -> list[Contender]:
-    """Every preset, the other clusterings, and every press that is installed."""
-    return [ours(name, make) for name, make in (presets.ALL | CLUSTERINGS).items()] + [
+    """Every preset, its ablations, the other clusterings, and every press that is installed."""
+    return [ours(name, make) for name, make in (presets.ALL | ABLATIONS | CLUSTERINGS).items()] + [
         press(name, make) for name, make in presses.makers().items()
     ]

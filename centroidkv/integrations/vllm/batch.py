@@ -6,7 +6,7 @@ Needs nothing of vLLM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,7 +59,6 @@ class Batch:
     tokens: int
     chunks: tuple[Chunk, ...] = ()
     decode: Decode | None = None
-    extra: dict[str, object] = field(default_factory=dict)
 
 
 def segments(plan: ServingPlan, prompt: int, computed: int, start: int, new: int) -> tuple[Segment, ...]:
