@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from functools import cache
 
 os.environ.update(
@@ -31,6 +32,11 @@ def tiny_model(folder) -> str:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+def random_tokens(length: int, seed: int = 0) -> list[int]:
+    """A prompt for the small random Llama."""
+    return random.Random(seed).choices(range(500), k=length)
 
 
 def start(model: str, options: dict | None, kv_mib: float = 40, **more):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm_plugin.engines import expect_reference, generate, start, tiny_model
+from tests.vllm_plugin.engines import expect_reference, generate, random_tokens, start
 
 # Two processes share two cores here: threads would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -18,10 +17,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("preset", ["distinctive"])
-def test_two_ranks_say_what_the_reference_says(tmp_path, preset):
+def test_two_ranks_say_what_the_reference_says(tiny, preset):
     options = {"preset": preset, "budget": 0.25, "interval": 50, "sinks": 2, "recent": 16}
-    model = tiny_model(tmp_path)
-    engine = start(model, options, tensor_parallel_size=2, distributed_executor_backend="mp")
-    prompts = [random.Random(size).choices(range(500), k=size) for size in (600, 150, 1000)]
+    engine = start(tiny, options, tensor_parallel_size=2, distributed_executor_backend="mp")
+    prompts = [random_tokens(size, seed=size) for size in (600, 150, 1000)]
     for prompt, output in zip(prompts, generate(engine, prompts, 120), strict=True):
-        expect_reference(model, prompt, output, options, least_events=2)
+        expect_reference(tiny, prompt, output, options, least_events=2)

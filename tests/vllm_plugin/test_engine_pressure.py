@@ -8,24 +8,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm_plugin.engines import all_free, expect_alike, expect_reference, generate, start, tiny_model
+from tests.vllm_plugin.engines import all_free, expect_alike, expect_reference, generate, random_tokens, start
 
 OPTIONS = {"preset": "distinctive", "budget": 0.25, "interval": 50, "sinks": 2, "recent": 16}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def engine(model):
+def engine(tiny):
     # 3 layers, 2 heads, 32 + 32 channels of float32 and 8 bytes: 1584 bytes a token; room for 1900 tokens.
-    return start(model, OPTIONS, kv_mib=3, max_model_len=1500)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(500), k=length)
+    return start(tiny, OPTIONS, kv_mib=3, max_model_len=1500)
 
 
 def preemptions(engine) -> int:
@@ -47,26 +38,26 @@ def counted(engine):
     scheduler._preempt_request = counting
 
 
-def test_preempted_requests_say_what_the_reference_says(model, engine):
+def test_preempted_requests_say_what_the_reference_says(tiny, engine):
     """They compute their prompt and output again, with an event in the middle of a chunk."""
     # Short prompts are admitted together, and grow before they are first clustered.
-    prompts = [prompt(40 + 2 * number, seed=number) for number in range(16)]
+    prompts = [random_tokens(40 + 2 * number, seed=number) for number in range(16)]
     outputs = generate(engine, prompts, 330)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.preempted_after_output > 0
     for asked, output in zip(prompts, outputs, strict=True):
-        expect_reference(model, asked, output, OPTIONS, least_events=1)
+        expect_reference(tiny, asked, output, OPTIONS, least_events=1)
     assert all_free(engine)
 
 
 def test_five_hundred_mixed_requests_under_pressure_equal_their_solo_runs(engine):
     rng = random.Random(1)
     before = preemptions(engine)
-    documents = [prompt(1200, seed=100 + number) for number in range(5)]  # many share a beginning
+    documents = [random_tokens(1200, seed=100 + number) for number in range(5)]  # many share a beginning
     prompts, steps = [], []
     for number in range(500):
         length = rng.choice([1, 20, 64, 150, 300, 700, 1200])
-        own = prompt(rng.randint(0, 40), seed=1000 + number)
+        own = random_tokens(rng.randint(0, 40), seed=1000 + number)
         prompts.append((rng.choice(documents)[: max(length - len(own), 1)] + own)[: max(length, 1)])
         steps.append(rng.randint(1, 120))
     together = generate(engine, prompts, steps)

@@ -23,24 +23,14 @@ OPTIONS = {"preset": "centroidkv", "budget": 0.25, "interval": 64}
 
 
 @pytest.fixture(scope="module")
-def model():
-    from centroidkv.integrations.transformers.models import smollm2_folder
-
-    try:
-        return str(smollm2_folder())
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
+def server(smollm2, tmp_path_factory):
     """The address of a running server, and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2, "--served-model-name", "m",
         "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--block-size", "32", "--max-model-len",
         "2048", "--kv-cache-memory-bytes", str(200 << 20), "--enforce-eager", "--max-logprobs", "5",
         "--worker-cls", WORKER, "--additional-config", json.dumps({"centroidkv": OPTIONS}),
@@ -85,18 +75,18 @@ def ask(address: str, prompt: list[int], steps: int):
     return [number(token) for token in told["tokens"]], steps_told
 
 
-def test_completions_equal_the_reference_and_are_counted(server, model):
+def test_completions_equal_the_reference_and_are_counted(server, smollm2):
     from transformers import AutoTokenizer
 
     from analysis.fidelity.texts import help_topics
 
     address, log = server
-    tokens = AutoTokenizer.from_pretrained(model)("\n\n".join(help_topics()))["input_ids"]
+    tokens = AutoTokenizer.from_pretrained(smollm2)("\n\n".join(help_topics()))["input_ids"]
     prompts = [tokens[200 * number :][:size] for number, size in enumerate((600, 450, 40))]
     with ThreadPoolExecutor(3) as pool:
         outputs = list(pool.map(lambda prompt: ask(address, prompt, 100), prompts))
     for prompt, output in zip(prompts, outputs, strict=True):
-        expect_reference(model, prompt, output, OPTIONS)
+        expect_reference(smollm2, prompt, output, OPTIONS)
     metrics = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
     counted = {
         line.split("{")[0]: float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("centroidkv:")

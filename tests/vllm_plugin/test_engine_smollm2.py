@@ -14,18 +14,8 @@ SIZES = [1145, 700, 333, 901, 64, 512, 1333, 845]
 
 
 @pytest.fixture(scope="module")
-def model():
-    from centroidkv.integrations.transformers.models import smollm2_folder
-
-    try:
-        return str(smollm2_folder())
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def engine(model):
-    return start(model, OPTIONS, kv_mib=300, skip_tokenizer_init=False)
+def engine(smollm2):
+    return start(smollm2, OPTIONS, kv_mib=300, skip_tokenizer_init=False)
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +27,15 @@ def prompts(engine):
     return [tokens[150 * number :][:size] for number, size in enumerate(SIZES)]
 
 
-def test_three_hundred_steps_equal_the_dense_reference(model, engine, prompts, record_property):
+def test_three_hundred_steps_equal_the_dense_reference(smollm2, engine, prompts, record_property):
     (output,) = generate(engine, prompts[:1], 300)
-    largest = expect_reference(model, prompts[0], output, OPTIONS, least_events=3)
+    largest = expect_reference(smollm2, prompts[0], output, OPTIONS, least_events=3)
     print(f"largest |dlogprob| {largest:.2g}")
     assert all_free(engine)
 
 
-def test_eight_requests_side_by_side_equal_the_reference(model, engine, prompts):
+def test_eight_requests_side_by_side_equal_the_reference(smollm2, engine, prompts):
     outputs = generate(engine, prompts, 120)
     for prompt, output in zip(prompts, outputs, strict=True):
-        print(f"{len(prompt)} tokens: largest |dlogprob| {expect_reference(model, prompt, output, OPTIONS):.2g}")
+        print(f"{len(prompt)} tokens: largest |dlogprob| {expect_reference(smollm2, prompt, output, OPTIONS):.2g}")
     assert all_free(engine)

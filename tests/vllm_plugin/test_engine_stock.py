@@ -24,13 +24,6 @@ print("RESULT", json.dumps([generate(engine, prompts, 40), sorted(kinds)]))
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    from tests.vllm_plugin.engines import tiny_model
-
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
 def run(model: str, given: dict, **environment: str):
     done = subprocess.run(
         [sys.executable, "-c", CODE, model, json.dumps(given)], capture_output=True, text=True,
@@ -40,17 +33,17 @@ def run(model: str, given: dict, **environment: str):
     return json.loads(found[0].removeprefix("RESULT ")) if found else done.stderr + done.stdout
 
 
-def test_a_stock_engine_says_the_same_with_and_without_the_plugin(model):
-    without = run(model, {}, VLLM_PLUGINS="")
-    assert without == run(model, {})
+def test_a_stock_engine_says_the_same_with_and_without_the_plugin(tiny):
+    without = run(tiny, {}, VLLM_PLUGINS="")
+    assert without == run(tiny, {})
     assert without[1] == ["CPUAttentionBackendImpl"]
 
 
-def test_options_without_our_worker_do_not_start(model):
-    said = run(model, {"additional_config": {"centroidkv": {}}})
+def test_options_without_our_worker_do_not_start(tiny):
+    said = run(tiny, {"additional_config": {"centroidkv": {}}})
     assert "--worker-cls centroidkv.integrations.vllm.Worker" in said
 
 
-def test_our_worker_without_options_does_not_start(model):
-    said = run(model, {"worker_cls": "centroidkv.integrations.vllm.Worker"})
+def test_our_worker_without_options_does_not_start(tiny):
+    said = run(tiny, {"worker_cls": "centroidkv.integrations.vllm.Worker"})
     assert "--additional-config" in said

@@ -50,17 +50,16 @@ class ClusteringWorker(Base):
         result = super().initialize_from_config(*arguments, **more)
         slow = why_not_native() if self.device.type == "cpu" else None
         logger().info("Clustering KV caches as %s%s", self.options, f"; slowly, because {slow}" if slow else "")
-        for groups in self.model_runner.attn_groups:
-            for group in groups:
-                for builder in group.metadata_builders:
-                    if hasattr(builder, "attach"):
-                        builder.attach(self.model_runner)
-                        self._builder = builder
-        if not hasattr(self, "_builder"):
+        groups = [group for some in self.model_runner.attn_groups for group in some]
+        builders = [builder for group in groups for builder in group.metadata_builders]
+        if len(groups) != 1 or not all(hasattr(builder, "attach") for builder in builders):
             raise ServingError(
-                "no layer of this model was given to the clustering attention back end: "
-                f"{self.model_runner.attn_groups!r}"
+                "all layers must share one kind of cache and the clustering attention back end (on a GPU: "
+                f"--attention-backend CUSTOM), got {[group.backend.get_name() for group in groups]}"
             )
+        for builder in builders:
+            builder.attach(self.model_runner)
+        self._builder = builders[0]
         return result
 
     @torch.inference_mode()
