@@ -111,7 +111,7 @@ compat: ## The integration on transformers 4.57, 5.2, 5.17 and 5.24 (makes .venv
 thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)
 
-NEED_VLLM := backend manager metrics
+NEED_VLLM := backend cpu manager metrics worker
 doctest: $(VENV)/.test ## The examples in the docstrings
 	$(BIN)/python -m pytest --doctest-modules centroidkv --ignore=centroidkv/cli \
 		--ignore=centroidkv/integrations/kvpress $(NEED_VLLM:%=--ignore=centroidkv/integrations/vllm/%.py) \

@@ -21,9 +21,10 @@ def draw(speeds: Mapping[str, Mapping[int, float]], path: Path) -> None:
         if name != first:
             ratios = {size: speed / speeds[first][size] for size, speed in found.items() if size in speeds[first]}
             below.plot(list(ratios), list(ratios.values()), **style)
+            beside = (0, 6) if colour % 2 else (0, -13)  # of two contenders one above its points, one below
             for size, ratio in ratios.items():
                 below.annotate(
-                    f"{ratio:.2f}", (size, ratio), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8
+                    f"{ratio:.2f}", (size, ratio), xytext=beside, textcoords="offset points", ha="center", fontsize=8
                 )
     below.axhline(1, color="C0", linewidth=1)
     above.set_ylabel("output tokens per second")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -97,4 +98,4 @@ def test_completions_equal_the_reference_and_are_counted(server, smollm2):
     assert counted["centroidkv:clustering_seconds_total"] > 0
     told = log.read_text()
     assert "Clustering KV caches as ServingOptions(" in told
-    assert "Clustered 1 requests 1 times so far" in told
+    assert re.search(r"Clustered [12] requests [12] times so far, returned \d+ blocks, spent", told)
