@@ -63,7 +63,17 @@ def user_cache() -> Path:
 def compiler() -> str | None:
     """The C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ there is."""
     named = os.environ.get("CXX")
-    return named or next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    # GCC's OpenMP is the one that PyTorch's builds for Linux bring, so its threads are PyTorch's.
+    return named or next((name for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
+
+
+def _machine(named: str) -> str:
+    """What compiling for this processor depends on: a folder may be shared by machines that are not alike."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else [platform.processor()]
+    flags = [line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))]
+    version = subprocess.run([named, "--version"], capture_output=True, text=True).stdout
+    return "\0".join((platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(set(flags)), version))
 
 
 @cache
@@ -71,11 +81,10 @@ def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     named = compiler()
     if named is None:
-        return "there is no C++ compiler (c++, g++ or clang++; $CXX names another)"
-    # -march=native: a library made for one processor must not be found by another that shares the folder.
-    facts = "\0".join((SOURCE.read_text(), *FLAGS, named, platform.machine(), torch.backends.cpu.get_cpu_capability()))
-    path = user_cache() / "native" / f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+        return "there is no C++ compiler (g++, c++ or clang++; $CXX names another)"
     try:
+        facts = "\0".join((SOURCE.read_text(), *FLAGS, named, _machine(named)))
+        path = user_cache() / "native" / f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as made:
@@ -88,7 +97,7 @@ def _load() -> ctypes.CDLL | str:
         library.centroidkv_attend.restype = None
         library.centroidkv_rounds.restype = ctypes.c_int
         return library
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
         return f"the compiled library cannot be used: {error}"
 
 

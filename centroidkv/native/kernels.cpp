@@ -157,8 +157,12 @@ void absorb(const Attention& a, const Vec* query, const T* keys, const T* values
     for (int g = 0; g < groups; ++g) {
         float* row = logits + g * TILE;
         if (slots <= W) store(row + W, all(-INF));
-        const float peak = *std::max_element(row, row + TILE);
         Part& part = parts[g];
+        float peak = -INF;
+        for (int s = 0; s < slots; ++s) {
+            if (row[s] > peak) peak = row[s];
+            if (row[s] != row[s]) part.total = row[s];  // a NaN is told on, as PyTorch does
+        }
         if (peak > part.peak) {
             const float shrink = part.peak == -INF ? 0.0f : std::exp(part.peak - peak);
             part.total *= shrink;
@@ -252,7 +256,7 @@ void attend(const Attention& a, const T* query, const T* keys, const T* values, 
                 for (int i = 0; i < dv; ++i) sums[i] += weight * part.sums[i];
             }
             T* o = out + (pair * a.groups + g) * a.value_size;
-            for (int i = 0; i < dv; ++i) store(o + i * W, total > 0 ? sums[i] / total : Vec{});
+            for (int i = 0; i < dv; ++i) store(o + i * W, total == 0 ? Vec{} : sums[i] / total);
         }
 }
 

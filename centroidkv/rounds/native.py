@@ -42,17 +42,19 @@ def native_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: 
         raise BackendError(f"backend='native' was asked for, but {reason}; use backend='auto'")
     batch, heads, slots, size = state.keys.shape
     begin = int(free[0, 0].sum())
-    removed = torch.tensor([before - left for before, left in pairwise((begin, *sizes)) if left < before])
-    if not len(removed):
+    steps = [before - left for before, left in pairwise((begin, *sizes)) if left < before]
+    if not steps:
         return replace(state, rounds=state.rounds + len(sizes))
     keys, values = (_by_row(x) for x in (state.keys, state.values))
-    final = slots - int(removed.sum())
+    final = slots - sum(steps)
+    # Whatever the default type and device are: the library writes just these.
+    removed = torch.tensor(steps, dtype=torch.int64, device=keys.device)
     out_keys = keys.new_empty(batch, heads, final, size)
     out_values = values.new_empty(batch, heads, final, values.shape[-1])
-    degree = torch.empty(batch, heads, final)
-    origin = torch.empty(batch, heads, final, dtype=torch.long)
+    degree = torch.empty(batch, heads, final, dtype=torch.float32, device=keys.device)
+    origin = torch.empty(batch, heads, final, dtype=torch.int64, device=keys.device)
     numbers = Rounds(
-        batch * heads, slots, final, size, values.shape[-1], settings.chunk, len(removed), keys.stride(0),
+        batch * heads, slots, final, size, values.shape[-1], min(settings.chunk, slots), len(steps), keys.stride(0),
         keys.stride(1), values.stride(0), values.stride(1), settings.step or 0.0,
     )  # fmt: skip
     old, movable = state.degree.contiguous(), free.contiguous()

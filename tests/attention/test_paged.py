@@ -138,6 +138,16 @@ def test_the_compiled_loop_equals_the_reference(case, size, value_size, block):
         assert (got[request].double() - wanted[request].double()).abs().max() <= bound
 
 
+@pytest.mark.skipif(native.why_not_native() is not None, reason=str(native.why_not_native()))
+@pytest.mark.parametrize("place", [0, 3, 36])
+def test_the_compiled_loop_tells_on_nan(place):
+    query, keys, values, log_degree, table, lengths = Paged((40, 40), size=16, value_size=16, block=40).arguments()
+    keys[int(table[0, 0]), place] = float("nan")
+    out = paged_degree_attention(query, keys, values, log_degree, table, lengths, backend="native")
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
 def test_the_compiled_loop_says_what_it_does_not_take():
     with pytest.raises(BackendError, match="multiples of 16, not 8"):
         paged_degree_attention(*Paged((10, 3)).arguments(), backend="native")

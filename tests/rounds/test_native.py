@@ -97,6 +97,20 @@ def test_mass_and_order_survive_whatever_the_keys(kind, dtype):
 
 
 @needs_library
+def test_defaults_of_the_process_and_huge_chunks_do_not_matter():
+    state = state_of(StateCase(slots=300, kind="gaussian", size=32))
+    fast = build(chunk=1 << 40)
+    wanted = fast(state)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        expect_same(fast(state), wanted)
+    finally:
+        torch.set_default_dtype(before)
+    expect_same(wanted, replace(fast, backend="reference")(state))
+
+
+@needs_library
 def test_what_it_does_not_take_is_refused():
     state = state_of(StateCase(slots=100, kind="gaussian", size=32))
     with pytest.raises(BackendError, match="multiples of 16, not 8"):

@@ -13,6 +13,7 @@ from centroidkv.integrations.vllm.checks import check_version, check_worker, rea
 PARTS = {
     "parallel_config": {
         "pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+        "use_ubatching": False,
         "worker_cls": "centroidkv.integrations.vllm.Worker", "tensor_parallel_size": 2,
     },
     "cache_config": {"cache_dtype": "auto"},
@@ -49,6 +50,7 @@ def test_a_usual_configuration_has_nothing_against_it():
         ({"kv_transfer_config": object()}, "KV connectors"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"use_ubatching": True}, "micro-batches"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
         ({"cache_dtype": "float16"}, "kv_cache_dtype='float16' beside a model of torch.bfloat16"),

@@ -50,6 +50,7 @@ def test_preempted_requests_say_what_the_reference_says(tiny, engine):
     assert all_free(engine)
 
 
+@pytest.mark.slow
 def test_five_hundred_mixed_requests_under_pressure_equal_their_solo_runs(engine):
     rng = random.Random(1)
     before = preemptions(engine)

@@ -74,6 +74,12 @@ def test_a_short_prompt_waits_and_a_long_run_is_planned_without_recursion():
     assert left <= far.end * 32 // 4 < left + 32
 
 
+def test_a_plan_knows_whether_it_ever_acts():
+    assert ServingPlan(ServingOptions(budget=0.25).compressor(), 32, 128).acts(4096)
+    assert not ServingPlan(ServingOptions(budget=0.25).compressor(), 32, 128).acts(200)
+    assert not ServingPlan(ServingOptions(budget=8192).compressor(), 32, 128).acts(4096)
+
+
 def test_memory_of_many_prompts_is_bounded():
     plan = ServingPlan(ServingOptions().compressor(), 32, 128)
     wanted = plan.region(5, 2000)

@@ -40,7 +40,7 @@ def paged_degree_attention_native(
     lengths = lengths.contiguous()
     requests, query_heads, size = query.shape
     block, heads, value_size = value_blocks.shape[1:]
-    out = torch.empty(requests, query_heads, value_size, dtype=query.dtype)
+    out = query.new_empty(requests, query_heads, value_size)
     # A few requests over long caches would leave threads idle: then each takes part of the slots.
     splits = max(1, min(-(-2 * torch.get_num_threads() // (requests * heads)), block_table.shape[1] // 4))
     numbers = Attention(

@@ -18,7 +18,7 @@ def register() -> None:
     """VLLM calls this in each of its processes (entry point ``vllm.general_plugins``).
 
     It names the attention back end and the cache manager that a server asks for by its configuration. On a release
-    that this was not tried on it does nothing; a server that asks for clustering is then refused by its worker.
+    that this was not tried on it says so and does nothing.
     """
     import vllm
 
@@ -27,7 +27,10 @@ def register() -> None:
 
     try:
         check_version(vllm.__version__)
-    except ServingError:
+    except ServingError as error:
+        from vllm.logger import init_logger
+
+        init_logger("vllm.centroidkv").warning("the plugin centroidkv is not used: %s", error)
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
-from centroidkv.errors import ServingError
+from centroidkv.errors import RotaryError, ServingError
 from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.integrations.vllm.attend import attend, causal_attention
 from centroidkv.integrations.vllm.batch import Batch, lay_out
@@ -74,7 +74,13 @@ class CentroidBackend(AttentionBackend):
             raise ServingError(
                 f"clustering serves models whose layers all have full attention, got a layer with {spec!r}"
             )
-        return CentroidSpec.from_full(spec, options, config.model_config.max_model_len)
+        ours = CentroidSpec.from_full(spec, options, config.model_config.max_model_len)
+        if not ours.plan.acts(ours.max_tokens):
+            raise ServingError(
+                f"with {options} and blocks of {spec.block_size} no request of up to max_model_len={ours.max_tokens} "
+                "tokens would ever be clustered; lower the budget, the windows or --block-size"
+            )
+        return ours
 
 
 @dataclass
@@ -93,7 +99,13 @@ class CentroidBuilder(AttentionMetadataBuilder[CentroidMetadata]):
         self.plan = kv_cache_spec.plan
         self.rotary: Rotary | None = None
         if kv_cache_spec.positions:
-            self.rotary = rotary_of(vllm_config.model_config.hf_text_config)
+            try:
+                self.rotary = rotary_of(vllm_config.model_config.hf_text_config)
+            except RotaryError as error:
+                raise ServingError(
+                    f"this preset looks at keys before RoPE, and {error}. In a server: a preset that does not, such as "
+                    "'centroidkv'"
+                ) from error
         self.group = 0
         self._names = layer_names
         self._config = vllm_config

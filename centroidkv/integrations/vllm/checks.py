@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from centroidkv.errors import ServingError
@@ -36,6 +37,7 @@ def reasons_against(config: Any) -> list[str]:
         (config.kv_transfer_config is not None, "KV connectors move blocks whose ln N they do not know"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (tensor parallelism works)"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism splits requests over ranks"),
+        (bool(getattr(parallel, "use_ubatching", False)), "micro-batches (dual batch overlap)"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism splits requests"),
         (cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
             f"kv_cache_dtype={cache.cache_dtype!r} beside a model of {model.dtype}; use 'auto'"),
@@ -62,6 +64,17 @@ def check_config(config: Any) -> None:
         raise ServingError("clustering cannot serve this configuration: " + "; ".join(reasons))
 
 
+def _clusters(named: str) -> bool:
+    """Whether a class named elsewhere derives from ours."""
+    module, _, name = named.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+        from centroidkv.integrations.vllm.worker import ClusteringWorker
+    except (ImportError, ValueError, AttributeError):
+        return False
+    return isinstance(found, type) and issubclass(found, ClusteringWorker)
+
+
 def check_worker(config: Any) -> None:
     """Refuse a configuration that asks for clustering but names a worker class that does not cluster.
 
@@ -69,7 +82,7 @@ def check_worker(config: Any) -> None:
         ServingError: says which class to name.
     """
     named = str(config.parallel_config.worker_cls)
-    if not named.startswith("centroidkv.integrations.vllm"):
+    if not named.startswith("centroidkv.integrations.vllm") and not _clusters(named):
         raise ServingError(
             f"additional_config['centroidkv'] asks for clustering, but the worker class is {named}, which would not "
             "do it; add --worker-cls centroidkv.integrations.vllm.Worker"

@@ -63,13 +63,15 @@ class CentroidManager(FullAttentionManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Give back what lies before the centroids of a request with that many tokens computed *and* clustered."""
-        if num_prompt_tokens is None or request_id not in self.req_to_blocks:
+        if num_prompt_tokens is None:
             return
         if self._prompts.setdefault(request_id, num_prompt_tokens) != num_prompt_tokens:
             raise ServingError(
                 f"the prompt of request {request_id} grew from {self._prompts[request_id]} to {num_prompt_tokens} "
                 "tokens while it ran (streamed input?); its cache was clustered for the shorter one"
             )
+        if request_id not in self.req_to_blocks:
+            return
         free = self.block_pool.get_num_free_blocks()
         first = self.plan.region(num_prompt_tokens, processed_computed_tokens).first
         self._remove_blocks_in_range(request_id, 0, first)

@@ -77,6 +77,7 @@ class ServingPlan:
         self.block_size = block_size
         self.interval = interval
         self._regions: OrderedDict[int, list[Region]] = OrderedDict()
+        self._untouched = lru_cache(PROMPTS_REMEMBERED)(self._count_untouched)  # asked for in every step
 
     def times(self, prompt: int, computed: int) -> int:
         """How many moments of compression, skipped ones included, have passed."""
@@ -93,11 +94,18 @@ class ServingPlan:
             if then != before:
                 yield Event(prompt + (number - 1) * self.interval, before, then)
 
+    def acts(self, limit: int) -> bool:
+        """Whether any request of up to ``limit`` tokens is ever compressed."""
+        return any(next(self.events(prompt, 0, limit), None) is not None for prompt in (1, limit))
+
     def untouched_blocks(self, prompt: int, limit: int) -> int:
         """Leading blocks of a request with this prompt that no event writes, up to ``limit`` tokens.
 
         Those may be shared with other requests. Targets only move on, so the first event's target decides.
         """
+        return self._untouched(prompt, limit)
+
+    def _count_untouched(self, prompt: int, limit: int) -> int:
         for event in self.events(prompt, 0, limit):
             return event.after.first
         return limit // self.block_size

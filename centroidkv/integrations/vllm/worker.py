@@ -55,7 +55,8 @@ class ClusteringWorker(Base):
         if len(groups) != 1 or not all(hasattr(builder, "attach") for builder in builders):
             raise ServingError(
                 "all layers must share one kind of cache and the clustering attention back end (on a GPU: "
-                f"--attention-backend CUSTOM), got {[group.backend.get_name() for group in groups]}"
+                "--attention-backend CUSTOM; if VLLM_PLUGINS is set, it must name centroidkv), got "
+                f"{[group.backend.get_name() for group in groups]}"
             )
         for builder in builders:
             builder.attach(self.model_runner)
