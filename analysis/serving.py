@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from centroidkv.errors import EvaluationError
-from centroidkv.integrations.vllm import SECTION
+from centroidkv.integrations.vllm import SECTION, WORKER
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
-WORKER = "centroidkv.integrations.vllm.Worker"
 SPARE = 32
 """Tokens a request may be longer than planned: text cut by tokens may be one or two more when it is read again."""
 POLL = 0.5

@@ -77,6 +77,15 @@ def gathered(case, request, arguments):
     return query[request][None, :, None], *pieces
 
 
+def expect_close(case, arguments, got, wanted):
+    """``got`` is ``wanted``, the reference's, up to what rounding allows."""
+    assert got.dtype == case.dtype
+    assert torch.isfinite(got).all()
+    for request in range(len(case.lengths)):
+        bound = kernel_bound(gathered(case, request, arguments), case.size**-0.5)
+        assert (got[request].double() - wanted[request].double()).abs().max() <= bound
+
+
 @given(paged_cases)
 @settings(max_examples=25)
 def test_the_reference_is_attention_over_the_gathered_slots(case):
@@ -99,11 +108,7 @@ def test_the_kernel_equals_the_reference(case, splits):
     tiles = kernels.Tiles(16, 16, 4, 2)
     with memory_of_nan():
         got = kernels.paged_degree_attention_triton(*arguments, scale=case.size**-0.5, tiles=tiles, splits=splits)
-    assert got.dtype == case.dtype
-    assert torch.isfinite(got).all()
-    for request in range(len(case.lengths)):
-        bound = kernel_bound(gathered(case, request, arguments), case.size**-0.5)
-        assert (got[request].double() - wanted[request].double()).abs().max() <= bound
+    expect_close(case, arguments, got, wanted)
 
 
 @given(paged_cases)
@@ -115,11 +120,7 @@ def test_fused_attention_over_gathered_blocks_equals_the_reference(case):
     by_head = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in (keys, values)]  # gathered without a copy
     for held in ((keys, values), by_head):
         got = paged_degree_attention(query, *held, log_degree, table, lengths, backend="sdpa")
-        assert got.dtype == case.dtype
-        assert torch.isfinite(got).all()
-        for request in range(len(case.lengths)):
-            bound = kernel_bound(gathered(case, request, arguments), case.size**-0.5)
-            assert (got[request].double() - wanted[request].double()).abs().max() <= bound
+        expect_close(case, arguments, got, wanted)
 
 
 @pytest.mark.skipif(native.why_not_native() is not None, reason=str(native.why_not_native()))
@@ -131,11 +132,7 @@ def test_the_compiled_loop_equals_the_reference(case, size, value_size, block):
     arguments = case.arguments()
     wanted = paged_degree_attention(*arguments, backend="reference")
     got = paged_degree_attention(*arguments, backend="native")
-    assert got.dtype == case.dtype
-    assert torch.isfinite(got).all()
-    for request in range(len(case.lengths)):
-        bound = kernel_bound(gathered(case, request, arguments), case.size**-0.5)
-        assert (got[request].double() - wanted[request].double()).abs().max() <= bound
+    expect_close(case, arguments, got, wanted)
 
 
 @pytest.mark.skipif(native.why_not_native() is not None, reason=str(native.why_not_native()))

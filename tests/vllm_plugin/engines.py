@@ -13,10 +13,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import torch
 
-from centroidkv.integrations.vllm import ServingOptions
+from centroidkv.integrations.vllm import WORKER, ServingOptions
 from tests.vllm_plugin.reference import compare, logprobs_along
 
-WORKER = "centroidkv.integrations.vllm.Worker"
 BLOCK = 32
 
 

@@ -27,7 +27,7 @@ def prompts(engine):
     return [tokens[150 * number :][:size] for number, size in enumerate(SIZES)]
 
 
-def test_three_hundred_steps_equal_the_dense_reference(smollm2, engine, prompts, record_property):
+def test_three_hundred_steps_equal_the_dense_reference(smollm2, engine, prompts):
     (output,) = generate(engine, prompts[:1], 300)
     largest = expect_reference(smollm2, prompts[0], output, OPTIONS, least_events=3)
     print(f"largest |dlogprob| {largest:.2g}")

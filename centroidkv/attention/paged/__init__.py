@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from centroidkv.attention.limits import kernel_fits, require_kernel
+from centroidkv.attention.paged.native import paged_degree_attention_native
 from centroidkv.attention.paged.reference import paged_degree_attention_reference
 from centroidkv.attention.paged.sdpa import paged_degree_attention_sdpa
 from centroidkv.errors import BackendError, DeviceError, DtypeError, ShapeError
@@ -22,16 +23,10 @@ def _triton(*arguments: Tensor, scale: float) -> Tensor:
     return paged_degree_attention_triton(*arguments, scale=scale)
 
 
-def _native(*arguments: Tensor, scale: float) -> Tensor:
-    from centroidkv.attention.paged.native import paged_degree_attention_native
-
-    return paged_degree_attention_native(*arguments, scale=scale)
-
-
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": paged_degree_attention_reference,
     "sdpa": paged_degree_attention_sdpa,
-    "native": _native,
+    "native": paged_degree_attention_native,
     "triton": _triton,
 }
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from centroidkv.integrations.vllm.options import SECTION, ServingOptions
+from centroidkv.integrations.vllm.options import SECTION, WORKER, ServingOptions
 from centroidkv.integrations.vllm.plan import ServingPlan
 
-__all__ = ["SECTION", "ServingOptions", "ServingPlan", "Worker", "register"]
+__all__ = ["SECTION", "WORKER", "ServingOptions", "ServingPlan", "Worker", "register"]
 
 
 def register() -> None:

@@ -24,7 +24,7 @@ from centroidkv.integrations.vllm.attend import attend, causal_attention
 from centroidkv.integrations.vllm.batch import Batch, lay_out
 from centroidkv.integrations.vllm.cluster import cluster
 from centroidkv.integrations.vllm.manager import CentroidSpec
-from centroidkv.integrations.vllm.options import ServingOptions
+from centroidkv.integrations.vllm.options import WORKER, ServingOptions
 from centroidkv.integrations.vllm.pages import Pages
 from centroidkv.rotary import Rotary
 
@@ -68,7 +68,7 @@ class CentroidBackend(AttentionBackend):
         if options is None:
             raise ServingError(
                 "the attention back end for clustering was chosen, but the worker does not cluster; add --worker-cls "
-                "centroidkv.integrations.vllm.Worker and additional_config['centroidkv']"
+                f"{WORKER} and additional_config['centroidkv']"
             )
         if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
             raise ServingError(
@@ -127,9 +127,7 @@ class CentroidBuilder(AttentionMetadataBuilder[CentroidMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CentroidMetadata:
         common = common_attn_metadata
         if self._runner is None:
-            raise ServingError(
-                "the worker has not introduced itself; use --worker-cls centroidkv.integrations.vllm.Worker"
-            )
+            raise ServingError(f"the worker has not introduced itself; use --worker-cls {WORKER}")
         requests = common.num_reqs
         held = self._runner.input_batch
         # In a dry run the batch is made up, and no request stands behind it.

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from centroidkv.errors import ServingError
+from centroidkv.integrations.vllm.options import WORKER
 
 SUPPORTED = ((0, 32), (0, 33))
 """vLLM releases [from, until): the hooks used here are not promised to stay."""
@@ -85,5 +86,5 @@ def check_worker(config: Any) -> None:
     if not named.startswith("centroidkv.integrations.vllm") and not _clusters(named):
         raise ServingError(
             f"additional_config['centroidkv'] asks for clustering, but the worker class is {named}, which would not "
-            "do it; add --worker-cls centroidkv.integrations.vllm.Worker"
+            f"do it; add --worker-cls {WORKER}"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from centroidkv.errors import ServingError
@@ -130,11 +130,4 @@ class CentroidManager(FullAttentionManager):
 def register_spec() -> None:
     """Tell vLLM which manager serves a CentroidSpec. Harmless when repeated, and inert until such a spec is used."""
     KVCacheSpecRegistry._ensure_registered()  # its own specs first: it registers them only while none is known
-    if KVCacheSpecRegistry.get_manager_class(_sample()) is not CentroidManager:
-        KVCacheSpecRegistry.register(CentroidSpec, CentroidManager, uniform_type_base_spec=FullAttentionSpec)
-
-
-def _sample() -> KVCacheSpec:
-    import torch
-
-    return CentroidSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    KVCacheSpecRegistry.register(CentroidSpec, CentroidManager, uniform_type_base_spec=FullAttentionSpec)

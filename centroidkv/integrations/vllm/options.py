@@ -20,6 +20,8 @@ TIES = 2.0**-8
 """Similarities of float32 keys are compared as multiples of this."""
 SECTION = "centroidkv"
 """The key under which vLLM's additional configuration holds ours."""
+WORKER = "centroidkv.integrations.vllm.Worker"
+"""The worker class that a server must be told to use."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +57,9 @@ class ServingOptions:
             raise ServingError(f"preset is one of {sorted(presets.ALL)}, got {self.preset!r}")
         if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
             raise ServingError(f"interval is a whole number of tokens >= 1, got {self.interval!r}")
-        compressor = self.compressor()  # refuses a bad budget, window or preset
-        if not compressor.plannable:
-            raise ServingError(f"preset {self.preset!r} decides how much to keep from the data; servers plan ahead")
-        if compressor.needs_queries:
-            raise ServingError(
-                f"preset {self.preset!r} needs the model's queries, which a server does not keep; use "
-                f"one of {usable_presets()}"
-            )
-        if compressor.pools_heads:
-            raise ServingError(
-                f"preset {self.preset!r} decides for all heads together, which tensor parallelism splits; use one of "
-                f"{usable_presets()}"
-            )
+        reason = _why_not(self.compressor())  # which refuses a bad budget, window or preset
+        if reason is not None:
+            raise ServingError(f"preset {self.preset!r} {reason}; use one of {usable_presets()}")
 
     @classmethod
     def read(cls, additional_config: object) -> ServingOptions | None:
@@ -105,6 +97,17 @@ class ServingOptions:
         return _settled(built) if dtype == torch.float32 else built
 
 
+def _why_not(compressor: Compressor) -> str | None:
+    """Why a server cannot carry out a compressor; None if it can."""
+    if not compressor.plannable:
+        return "decides how much to keep from the data, and servers plan ahead"
+    if compressor.needs_queries:
+        return "needs the model's queries, which a server does not keep"
+    if compressor.pools_heads:
+        return "decides for all heads together, which tensor parallelism splits"
+    return None
+
+
 def _settled(compressor: Compressor) -> Compressor:
     """The same, comparing similarities and scores to a few digits only."""
     similarity = compressor.similarity
@@ -128,5 +131,4 @@ def _resized(members: list[Any], kind: type, count: int, preset: str) -> list[An
 
 def usable_presets() -> list[str]:
     """Presets that a server can carry out."""
-    built = {name: preset() for name, preset in presets.ALL.items()}
-    return [name for name, c in built.items() if c.plannable and not c.needs_queries and not c.pools_heads]
+    return [name for name, preset in presets.ALL.items() if _why_not(preset()) is None]
