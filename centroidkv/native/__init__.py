@@ -49,7 +49,9 @@ class Rounds(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("rows", "slots", "final", "size", "value_size", "chunk", "rounds", "k_r", "k_t", "v_r", "v_t")
+        for name in (
+            "rows", "slots", "final", "size", "value_size", "chunk", "rounds", "k_r", "k_t", "v_r", "v_t", "by_chunk"
+        )
     ] + [("step", ctypes.c_float)]
 
 

@@ -265,6 +265,7 @@ void attend(const Attention& a, const T* query, const T* keys, const T* values, 
 struct Rounds {
     int64_t rows, slots, final, size, value_size, chunk, rounds;
     int64_t k_r, k_t, v_r, v_t;  // strides of keys and values between (batch times) heads and between slots
+    int64_t by_chunk;            // 1: every chunk removes its share; 0: the best of all chunks are removed
     float step;                  // similarities are rounded to multiples of this; 0: they are not
 };
 
@@ -374,12 +375,24 @@ struct Head {
     void round(int64_t edges) {
         score.clear(), source.clear(), target.clear();
         const int64_t n = free.size();
-        for (int64_t start = 0; start + 1 < n; start += p.chunk) propose(start, std::min(p.chunk, n - start));
+        std::vector<int64_t> ends;  // of the chunks' proposals
+        for (int64_t start = 0; start + 1 < n; start += p.chunk) {
+            propose(start, std::min(p.chunk, n - start));
+            if (p.by_chunk) ends.push_back(score.size());
+        }
+        if (!p.by_chunk) ends.push_back(score.size());
         order.resize(score.size());
         std::iota(order.begin(), order.end(), 0);
-        std::nth_element(order.begin(), order.begin() + edges, order.end(), [&](int64_t a, int64_t b) {
-            return score[a] != score[b] ? score[a] > score[b] : a < b;  // ties go to the earliest source
-        });
+        int64_t taken = 0, from = 0;
+        for (int64_t end : ends) {  // the first of `order` become those that are carried out
+            const int64_t quota = edges * end / (int64_t)score.size() - taken;  // as share_out in matching/bipartite.py
+            std::nth_element(order.begin() + from, order.begin() + from + quota, order.begin() + end,
+                             [&](int64_t a, int64_t b) {
+                                 return score[a] != score[b] ? score[a] > score[b] : a < b;  // ties: earliest source
+                             });
+            std::copy(order.begin() + from, order.begin() + from + quota, order.begin() + taken);
+            taken += quota, from = end;
+        }
         std::sort(order.begin(), order.begin() + edges);
         // Sources of one target, latest first, as a linked list through `first` and `next`.
         next.assign(edges, -1);
@@ -457,7 +470,7 @@ int run(const Rounds& p, const T* keys, const T* values, const float* degree, co
 // Types: 0 = float32, 1 = bfloat16. See centroidkv/native/__init__.py for the arguments.
 extern "C" {
 
-int64_t centroidkv_version() { return 1; }
+int64_t centroidkv_version() { return 2; }
 
 void centroidkv_attend(int type, const Attention* a, const void* query, const void* keys, const void* values,
                        const float* log_degree, const int32_t* table, const int32_t* lengths, void* out) {

@@ -1,6 +1,6 @@
 """All rounds of a compression on the CPU by the compiled library: a head per thread at a time, in one pass each.
 
-It equals the blocked rounds for cosine soft matching ranked over the sequence, and is several times as fast.
+It equals the blocked rounds for cosine soft matching, and is several times as fast.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from centroidkv.state import KVState
 
 def why_not_settings(settings: Settings) -> str | None:
     """Why the native rounds cannot carry out these stages; None if they can."""
-    if not settings.cosine:
-        return "it knows Cosine() with BipartiteSoftMatching() only"
-    if settings.rank != "sequence":
-        return f"it ranks pairs over the whole sequence, not by {settings.rank!r}"
-    return None
+    return None if settings.cosine else "it knows Cosine() with BipartiteSoftMatching() only"
 
 
 @torch.no_grad()
@@ -55,7 +51,8 @@ def native_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: 
     origin = torch.empty(batch, heads, final, dtype=torch.int64, device=keys.device)
     numbers = Rounds(
         batch * heads, slots, final, size, values.shape[-1], min(settings.chunk, slots), len(steps), keys.stride(0),
-        keys.stride(1), values.stride(0), values.stride(1), settings.step or 0.0,
+        keys.stride(1), values.stride(0), values.stride(1),
+        settings.rank == "chunk", settings.step or 0.0,
     )  # fmt: skip
     old, movable = state.degree.contiguous(), free.contiguous()
     unsafe = library().centroidkv_rounds(

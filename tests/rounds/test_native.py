@@ -20,10 +20,10 @@ from tests.rounds.test_blocked import UNEQUAL, expect_same
 needs_library = pytest.mark.skipif(native.why_not_native() is not None, reason=str(native.why_not_native()))
 
 
-def build(chunk=16, preservers=(), rate=0.3, budget=0.3, step=None, backend="native"):
+def build(chunk=16, preservers=(), rate=0.3, budget=0.3, step=None, rank="sequence", backend="native"):
     return (
         Compressor.builder().preserve(*preservers).partition(Alternating(chunk)).similarity(Cosine(step=step))
-        .schedule(LinearAnnealing(rate, 0.02)).budget(Budget.ratio(budget)).build(backend=backend)
+        .matching(BipartiteSoftMatching(rank)).schedule(LinearAnnealing(rate, 0.02)).budget(Budget.ratio(budget)).build(backend=backend)
     )  # fmt: skip
 
 
@@ -41,26 +41,30 @@ def state_of(case):
     rate=st.sampled_from([0.1, 0.3, 0.5]),
     budget=st.sampled_from([0.1, 0.4, 0.8, 1.0]),
     preserve=st.booleans(),
+    rank=st.sampled_from(["sequence", "chunk"]),
 )
-def test_equals_the_reference(case, size, chunk, rate, budget, preserve):
+def test_equals_the_reference(case, size, chunk, rate, budget, preserve, rank):
     state = state_of(replace(case, size=size))
     preservers = (Sinks(2), Recent(3), Distinctive("low_norm", 0.3, rope="after")) if preserve else ()
-    fast = build(chunk, preservers, rate, budget)
-    # Sums in another order round otherwise once in a while, by one place of bfloat16 in every round.
-    expect_same(fast(state, strict=False), replace(fast, backend="reference")(state, strict=False), rounding=2**-5)
+    fast = build(chunk, preservers, rate, budget, rank=rank)
+    # Sums in another order round otherwise once in a while, by one place of bfloat16 in every round: of the members, which
+    # are about 1 in size, where their mean is near zero.
+    right = replace(fast, backend="reference")(state, strict=False)
+    expect_same(fast(state, strict=False), right, rounding=2**-5, place=2**-7)
 
 
 @needs_library
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk", [64, 250])
-def test_many_chunks_and_threads(dtype, chunk):
+@pytest.mark.parametrize("rank", ["sequence", "chunk"])
+def test_many_chunks_and_threads(dtype, chunk, rank):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         case = StateCase(slots=1501, kind="rotary", batch=2, heads=2, size=32, merged=True, dtype=dtype)
         for strided in (False, True):
             state = state_of(replace(case, strided=strided))
-            fast = build(chunk, (Sinks(4), Recent(16)), 0.15, 0.25)
+            fast = build(chunk, (Sinks(4), Recent(16)), 0.15, 0.25, rank=rank)
             expect_same(fast(state), replace(fast, backend="reference")(state))
     finally:
         torch.set_num_threads(before)
@@ -120,8 +124,6 @@ def test_what_it_does_not_take_is_refused():
     with pytest.raises(BackendError, match=r"no slot data, .*\['score'\]"):
         build()(replace(state, slot_data={"score": state.degree}))
     builder = Compressor.builder().budget(0.3)
-    with pytest.raises(BackendError, match="ranks pairs over the whole sequence"):
-        builder.matching(BipartiteSoftMatching(rank="chunk")).build(backend="native")
     with pytest.raises(BackendError, match="BipartiteSoftMatching"):
         builder.similarity(ExpectedLogits()).matching(WardMatching()).build(backend="native")
 

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 from tests.vllm_plugin.engines import all_free, expect_reference, generate, start
 
 pytestmark = pytest.mark.slow
-OPTIONS = {"preset": "centroidkv", "budget": 0.25, "interval": 100}
+OPTIONS = {"preset": "quick", "budget": 0.25, "interval": 100}
 SIZES = [1145, 700, 333, 901, 64, 512, 1333, 845]
 
 
