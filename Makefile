@@ -101,6 +101,7 @@ tables: fidelity bench serve-bench ## Every table and plot of the documents (man
 	for model in smollm2 gemma3-270m; do $(BIN)/python -m analysis.similarity --model $$model || exit 1; done
 	$(BIN)/python -m analysis.partition_optimality --picture docs/pictures/partition_optimality.png
 	$(BIN)/python -m analysis.complexity
+	$(BIN)/python -m analysis.last_digits
 	$(BIN)/python -m analysis.attention_error --picture docs/pictures/attention_error.png
 	$(BIN)/python -m analysis.decode_quality --json results/decode_quality.json --picture docs/pictures/decode_quality.png
 	$(BIN)/python -m analysis.bench_storage --json results/bench_storage.json

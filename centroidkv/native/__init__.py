@@ -49,9 +49,20 @@ class Rounds(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in (
-            "rows", "slots", "final", "size", "value_size", "chunk", "rounds", "k_r", "k_t", "v_r", "v_t", "by_chunk"
-        )
+        for name in [
+            "rows",
+            "slots",
+            "final",
+            "size",
+            "value_size",
+            "chunk",
+            "rounds",
+            "k_r",
+            "k_t",
+            "v_r",
+            "v_t",
+            "by_chunk",
+        ]
     ] + [("step", ctypes.c_float)]
 
 

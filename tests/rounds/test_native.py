@@ -20,7 +20,7 @@ from tests.rounds.test_blocked import UNEQUAL, expect_same
 needs_library = pytest.mark.skipif(native.why_not_native() is not None, reason=str(native.why_not_native()))
 
 
-def build(chunk=16, preservers=(), rate=0.3, budget=0.3, step=None, rank="sequence", backend="native"):
+def build(chunk=16, preservers=(), rate=0.3, budget=0.3, *, step=None, rank="sequence", backend="native"):
     return (
         Compressor.builder().preserve(*preservers).partition(Alternating(chunk)).similarity(Cosine(step=step))
         .matching(BipartiteSoftMatching(rank)).schedule(LinearAnnealing(rate, 0.02)).budget(Budget.ratio(budget)).build(backend=backend)

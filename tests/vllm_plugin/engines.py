@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 os.environ.update(
@@ -14,6 +16,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import torch
 
 from centroidkv.integrations.vllm import WORKER, ServingOptions
+from centroidkv.native import why_not_native
 from tests.vllm_plugin.reference import compare, logprobs_along
 
 BLOCK = 32
@@ -92,16 +95,44 @@ def dense(model: str):
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
-def expect_reference(model: str, prompt, output, options: dict, least_events: int = 0) -> float:
-    """The output is what the dense reference would say; returns the largest |dlogprob| of the chosen tokens."""
+def expect_reference(model: str, prompt, output, options: dict, least_events: int = 0, given=None) -> float:
+    """The output is what the dense reference would say; returns the largest |dlogprob| of the chosen tokens.
+
+    ``given``: the keys that the engine clustered (:func:`clustered_keys`), for the reference to cluster.
+    """
     tokens, told = output
     compressor = ServingOptions(**options).compressor(torch.float32)
-    right, runs = logprobs_along(dense(model), prompt, tokens, compressor, options["interval"], BLOCK)
+    if given is not None and why_not_native() is None:
+        compressor = replace(compressor, backend="native")  # as the engine: so that equal keys are compared alike
+    interval = options["interval"]
+    right, runs = logprobs_along(dense(model), prompt, tokens, compressor, interval, BLOCK, given)
     assert min(runs) >= least_events
     wrong, largest = compare(told, tokens, right)
     assert not wrong, wrong
     assert largest <= 0.02, largest
     return largest
+
+
+@contextmanager
+def clustered_keys(engine):
+    """While it is open: the keys that are clustered, as ``found[prompt tokens][layer][event]``, each ``[H, T, D]``."""
+    found: dict[int, list[list[torch.Tensor]]] = {}
+    ours = worker(engine)
+    builder, carry_out = ours._builder, ours._cluster
+
+    def watched(request_id, request, computed):
+        for event in builder.plan.events(request.num_prompt_tokens, computed - 1, computed):
+            blocks = request.block_ids[builder.group][event.before.first : event.after.end]
+            layers = found.setdefault(request.num_prompt_tokens, [[] for _ in builder.pages])
+            for layer, pages in zip(layers, builder.pages, strict=True):
+                layer.append(pages.read(torch.tensor(blocks))[0].clone())
+        carry_out(request_id, request, computed)
+
+    ours._cluster = watched
+    try:
+        yield found
+    finally:
+        ours._cluster = carry_out
 
 
 def expect_alike(first, second) -> None:

@@ -41,12 +41,12 @@ class ServingOptions:
         ServingError: an option is unknown, malformed, or not possible in a server.
 
     >>> ServingOptions.read({"centroidkv": {"budget": 0.5}})
-    ServingOptions(preset='centroidkv', budget=0.5, interval=128, sinks=None, recent=None)
+    ServingOptions(preset='quick', budget=0.5, interval=128, sinks=None, recent=None)
     >>> ServingOptions.read({}) is None
     True
     """
 
-    preset: str = "centroidkv"
+    preset: str = "quick"
     budget: float | int = 0.25
     interval: int = 128
     sinks: int | None = None
