@@ -48,22 +48,10 @@ class Rounds(ctypes.Structure):
     """Sizes and strides of a compression; strides in elements."""
 
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in [
-            "rows",
-            "slots",
-            "final",
-            "size",
-            "value_size",
-            "chunk",
-            "rounds",
-            "k_r",
-            "k_t",
-            "v_r",
-            "v_t",
-            "by_chunk",
-        ]
-    ] + [("step", ctypes.c_float)]
+        *((name, ctypes.c_int64) for name in ("rows", "slots", "final", "size", "value_size", "chunk", "rounds")),
+        *((name, ctypes.c_int64) for name in ("k_r", "k_t", "v_r", "v_t", "by_chunk")),
+        ("step", ctypes.c_float),
+    ]
 
 
 def user_cache() -> Path:

@@ -23,7 +23,8 @@ needs_library = pytest.mark.skipif(native.why_not_native() is not None, reason=s
 def build(chunk=16, preservers=(), rate=0.3, budget=0.3, *, step=None, rank="sequence", backend="native"):
     return (
         Compressor.builder().preserve(*preservers).partition(Alternating(chunk)).similarity(Cosine(step=step))
-        .matching(BipartiteSoftMatching(rank)).schedule(LinearAnnealing(rate, 0.02)).budget(Budget.ratio(budget)).build(backend=backend)
+        .matching(BipartiteSoftMatching(rank)).schedule(LinearAnnealing(rate, 0.02)).budget(Budget.ratio(budget))
+        .build(backend=backend)
     )  # fmt: skip
 
 
@@ -47,8 +48,8 @@ def test_equals_the_reference(case, size, chunk, rate, budget, preserve, rank):
     state = state_of(replace(case, size=size))
     preservers = (Sinks(2), Recent(3), Distinctive("low_norm", 0.3, rope="after")) if preserve else ()
     fast = build(chunk, preservers, rate, budget, rank=rank)
-    # Sums in another order round otherwise once in a while, by one place of bfloat16 in every round: of the members, which
-    # are about 1 in size, where their mean is near zero.
+    # Sums in another order round otherwise once in a while, by one place of bfloat16 in every round: of the members,
+    # which are about 1 in size, where their mean is near zero.
     right = replace(fast, backend="reference")(state, strict=False)
     expect_same(fast(state, strict=False), right, rounding=2**-5, place=2**-7)
 
