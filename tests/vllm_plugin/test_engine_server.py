@@ -5,66 +5,49 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from analysis.serving import HOST, free_port, get, healthy, metrics, running
 from tests.vllm_plugin.engines import WORKER, expect_reference
 
 pytestmark = pytest.mark.slow
-OPTIONS = {"preset": "centroidkv", "budget": 0.25, "interval": 64}
+OPTIONS = {"preset": "quick", "budget": 0.25, "interval": 64}
 
 
 @pytest.fixture(scope="module")
 def server(smollm2, tmp_path_factory):
-    """The address of a running server, and its log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
+    """The port of a running server, and its log."""
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2, "--served-model-name", "m",
-        "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--block-size", "32", "--max-model-len",
+        "--port", str(port), "--host", HOST, "--dtype", "float32", "--block-size", "32", "--max-model-len",
         "2048", "--kv-cache-memory-bytes", str(200 << 20), "--enforce-eager", "--max-logprobs", "5",
         "--worker-cls", WORKER, "--additional-config", json.dumps({"centroidkv": OPTIONS}),
     ]  # fmt: skip
     environment = {
         **os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path_factory.mktemp("metrics")), "VLLM_LOGGING_LEVEL": "INFO",
     }  # fmt: skip
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-        try:
-            address = f"http://127.0.0.1:{port}"
-            for _ in range(240):
-                assert process.poll() is None, log.read_text()[-3000:]
-                try:
-                    urllib.request.urlopen(f"{address}/health", timeout=5)
-                    break
-                except OSError:
-                    time.sleep(1)
-            yield address, log
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with running(command, environment, log) as process:
+        for _ in range(240):
+            assert process.poll() is None, log.read_text()[-3000:]
+            if healthy(port):
+                break
+            time.sleep(1)
+        yield port, log
 
 
-def ask(address: str, prompt: list[int], steps: int):
+def ask(port: int, prompt: list[int], steps: int):
     body = {
         "model": "m", "prompt": prompt, "max_tokens": steps, "temperature": 0, "logprobs": 5, "ignore_eos": True,
         "return_tokens_as_token_ids": True,
     }  # fmt: skip
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    told = json.load(urllib.request.urlopen(request, timeout=300))["choices"][0]["logprobs"]
+    told = json.loads(get(port, "/v1/completions", body))["choices"][0]["logprobs"]
 
     def number(token: str) -> int:
         return int(token.removeprefix("token_id:"))
@@ -81,17 +64,14 @@ def test_completions_equal_the_reference_and_are_counted(server, smollm2):
 
     from analysis.fidelity.texts import help_topics
 
-    address, log = server
+    port, log = server
     tokens = AutoTokenizer.from_pretrained(smollm2)("\n\n".join(help_topics()))["input_ids"]
     prompts = [tokens[200 * number :][:size] for number, size in enumerate((600, 450, 40))]
     with ThreadPoolExecutor(3) as pool:
-        outputs = list(pool.map(lambda prompt: ask(address, prompt, 100), prompts))
+        outputs = list(pool.map(lambda prompt: ask(port, prompt, 100), prompts))
     for prompt, output in zip(prompts, outputs, strict=True):
         expect_reference(smollm2, prompt, output, OPTIONS)
-    metrics = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
-    counted = {
-        line.split("{")[0]: float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("centroidkv:")
-    }
+    counted = metrics(get(port, "/metrics"))
     assert counted["centroidkv:clustered_requests_total"] == 2
     assert counted["centroidkv:clusterings_total"] == 4  # 600 and 450 tokens, and 64 later
     assert counted["centroidkv:returned_blocks_total"] > 20
