@@ -15,17 +15,21 @@ def draw(speeds: Mapping[str, Mapping[int, float]], path: Path) -> None:
         2, 1, figsize=(6.4, 5.6), layout="constrained", sharex=True, height_ratios=(3, 2)
     )
     first, *_ = speeds
+    ratios = {
+        name: {size: speed / speeds[first][size] for size, speed in found.items() if size in speeds[first]}
+        for name, found in speeds.items()
+        if name != first
+    }
     for colour, (name, found) in enumerate(speeds.items()):
         style = {"color": f"C{colour}", "marker": "o", "markersize": 4}
         above.plot(list(found), list(found.values()), label=name, **style)
-        if name != first:
-            ratios = {size: speed / speeds[first][size] for size, speed in found.items() if size in speeds[first]}
-            below.plot(list(ratios), list(ratios.values()), **style)
-            beside = (0, 6) if colour % 2 else (0, -13)  # of two contenders one above its points, one below
-            for size, ratio in ratios.items():
-                below.annotate(
-                    f"{ratio:.2f}", (size, ratio), xytext=beside, textcoords="offset points", ha="center", fontsize=8
-                )
+        below.plot(list(ratios.get(name, {})), list(ratios.get(name, {}).values()), **style)
+        for size, ratio in ratios.get(name, {}).items():
+            best = ratio == max(other.get(size, 0) for other in ratios.values())
+            below.annotate(
+                f"{ratio:.2f}", (size, ratio), xytext=(0, 6 if best else -13), textcoords="offset points", ha="center",
+                fontsize=8,
+            )  # fmt: skip
     below.axhline(1, color="C0", linewidth=1)
     above.set_ylabel("output tokens per second")
     below.set_ylabel(f"times {first}")
