@@ -13,6 +13,14 @@ def tiny(tmp_path_factory) -> str:
     return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="class")
+def engine(request, smollm2):
+    """SmolLM2 served as the test class's ``options`` say; modules may have engines of their own."""
+    from tests.vllm_plugin.engines import start
+
+    return start(smollm2, request.cls.options, kv_mib=300, skip_tokenizer_init=False)
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> str:
     """Folder of SmolLM2."""

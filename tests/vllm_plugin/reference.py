@@ -28,10 +28,10 @@ class BlockwiseState(GrowingState):
     ``given``: per compression the keys ``[H, T, D]`` to cluster in place of its own, which they must be close to.
     """
 
-    def __init__(self, compressor, interval, rotary, block_size, given=None):
+    def __init__(self, compressor, interval, rotary, block_size):
         super().__init__(compressor, interval, rotary)
         self.block_size = block_size
-        self.given = given
+        self.given = None
         self.prompt = None
         self.runs = 0
 
@@ -99,12 +99,16 @@ class BlockwiseCache(CentroidCache):
 
     def __init__(self, compressor, interval, block_size, given=None, **more):
         self.block_size = block_size
-        self.given = None if given is None else iter(given)
+        self.given = given
         super().__init__(compressor, interval, **more)
 
     def _new_layer(self, rotary):
-        given = None if self.given is None else next(self.given)
-        return CentroidLayer(BlockwiseState(self.compressor, self.interval, rotary, self.block_size, given))
+        return CentroidLayer(BlockwiseState(self.compressor, self.interval, rotary, self.block_size))
+
+    def _bind(self, config):
+        super()._bind(config)
+        for layer, given in zip(self.layers, self.given or [None] * len(self.layers), strict=True):
+            layer.growing.given = given
 
 
 @torch.no_grad()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm_plugin.on_smollm2 import OnSmolLM2
+from tests.vllm_plugin.on_smollm2 import COMMON, OnSmolLM2
 
 pytestmark = pytest.mark.slow
 
 
 class TestPaper(OnSmolLM2):
-    preset = "centroidkv"
+    options: ClassVar[dict] = {"preset": "centroidkv", **COMMON}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm_plugin.on_smollm2 import OnSmolLM2
+from tests.vllm_plugin.on_smollm2 import COMMON, OnSmolLM2
 
 pytestmark = pytest.mark.slow
 
 
 class TestQuick(OnSmolLM2):
-    preset = "quick"
+    options: ClassVar[dict] = {"preset": "quick", **COMMON}
