@@ -31,6 +31,7 @@ from centroidkv import Compressor, KVState, presets
 from centroidkv.cli.demo import format_table
 from centroidkv.integrations.transformers import load_named
 from centroidkv.integrations.vllm import ServingOptions
+from centroidkv.integrations.vllm.cluster import at_full_speed
 
 TAIL = 100
 """Tokens that are read after a compressed cache."""
@@ -61,9 +62,8 @@ def states_of(filled: Prefill, compressor: Compressor, noise: float, seed: int) 
     def changed(keys: Tensor) -> Tensor:
         return keys * (1 + noise * torch.randn(keys.shape, generator=chance)) if noise else keys
 
-    return [
-        compressor(KVState.from_kv(changed(layer.keys), layer.values, rotary=filled.rotary)) for layer in filled.layers
-    ]
+    states = [KVState.from_kv(changed(layer.keys), layer.values, rotary=filled.rotary) for layer in filled.layers]
+    return [at_full_speed(compressor, state.keys, state.values)(state) for state in states]
 
 
 def trial(model: Any, filled: Prefill, tail: Tensor, compressor: Compressor, noise: float, seeds: range) -> list[Trial]:

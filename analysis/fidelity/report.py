@@ -16,6 +16,9 @@ from centroidkv.cli.demo import format_table
 COLUMNS = {"needle_number": ("nll", "exact", "kl"), "prose": ("kl",)}
 """Figures shown of a task; of all others ``("nll", "kl")``."""
 
+WIDEST = 6
+"""Columns of figures that one table shows."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -73,21 +76,39 @@ def _cell(values: list[float] | None, intervals: bool) -> str:
 
 
 def table(rows: list[Row], tasks: list[str], intervals: bool = True) -> str:
-    """Per budget, all methods by their needle NLL (or the first figure), means with 95 % intervals."""
+    """Per budget, all methods by their needle NLL (or the first figure), means with 95 % intervals.
+
+    More than WIDEST columns become a table per figure.
+    """
     found = grouped(rows)
     columns = [(task, figure) for task in tasks for figure in COLUMNS.get(task, ("nll", "kl"))]
+    parts = [columns]
+    if len(columns) > WIDEST:
+        figures = dict.fromkeys(figure for _, figure in columns)
+        parts = [[column for column in columns if column[1] == figure] for figure in figures]
     blocks = []
     for budget in sorted({row.budget for row in rows}, reverse=True):
-        methods = sorted({row.method for row in rows if row.budget == budget})
-        task, figure = columns[0]
-        methods.sort(key=lambda method: float(np.mean(found.get((method, budget, task, figure), [np.inf]))))
-        body = [
-            (method, *(_cell(found.get((method, budget, task, figure)), intervals) for task, figure in columns))
-            for method in methods
-        ]
-        head = ("method", *(f"{task} {figure.upper() if figure != 'exact' else figure}" for task, figure in columns))
-        blocks.append(f"{budget:.1%} of the bytes\n\n".replace(".0%", "%") + format_table(head, body))
+        methods = {row.method for row in rows if row.budget == budget}
+        blocks.append(f"{budget:.1%} of the bytes".replace(".0%", "%"))
+        blocks += [_of_budget(found, budget, methods, part, intervals) for part in parts]
     return "\n\n".join(blocks)
+
+
+def _of_budget(
+    found: dict[tuple[str, float, str, str], list[float]], budget: float, methods: Iterable[str],
+    columns: list[tuple[str, str]], intervals: bool,
+) -> str:  # fmt: skip
+    """A table of one budget, its methods by the first column."""
+
+    def rank(method: str) -> tuple[float, str]:
+        return float(np.mean(found.get((method, budget, *columns[0]), [np.inf]))), method
+
+    body = [
+        (method, *(_cell(found.get((method, budget, *column)), intervals) for column in columns))
+        for method in sorted(methods, key=rank)
+    ]
+    head = ("method", *(f"{task} {figure.upper() if figure != 'exact' else figure}" for task, figure in columns))
+    return format_table(head, body)
 
 
 def plot(rows: list[Row], path: Path, ours: set[str], highlight: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from centroidkv.compressor import Compressor
 from centroidkv.integrations.vllm.pages import Pages
 from centroidkv.integrations.vllm.plan import Event, ServingPlan
 from centroidkv.native import why_not_native, why_not_these
@@ -35,16 +36,23 @@ def cluster(
     heads, _, key_size = layers[0].keys.shape[1:]
     per_layer = slots * heads * (key_size + layers[0].values.shape[-1]) * layers[0].keys.element_size()
     step = max(1, BYTES_AT_ONCE // per_layer)
-    compressor = plan.sized(event.target_blocks * block_size)
-    fast = compressor.fast_path
-    if not isinstance(fast, str) and not (why_not_these(layers[0].keys, layers[0].values) or why_not_settings(fast)):
-        # A server has the processor to itself and pays for every millisecond; where there is no compiler, without.
-        compressor = replace(compressor, backend="auto" if why_not_native() else "native")
+    compressor = at_full_speed(plan.sized(event.target_blocks * block_size), layers[0].keys, layers[0].values)
     for start in range(0, len(layers), step):
         some = layers[start : start + step]
         result = compressor(_state(some, at, event, rotary))
         for row, pages in enumerate(some):
             pages.fill(targets, result.keys[row], result.values[row], result.degree[row], result.positions[row])
+
+
+def at_full_speed(compressor: Compressor, keys: Tensor, values: Tensor) -> Compressor:
+    """``compressor`` with compiled rounds, where it and such keys and values can have them and there is a compiler.
+
+    A server has the processor to itself and pays for every millisecond.
+    """
+    fast = compressor.fast_path
+    if isinstance(fast, str) or why_not_these(keys, values) or why_not_settings(fast) or why_not_native():
+        return compressor
+    return replace(compressor, backend="native")
 
 
 def _state(layers: Sequence[Pages], at: Tensor, event: Event, rotary: Rotary | None) -> KVState:
