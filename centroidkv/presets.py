@@ -35,7 +35,7 @@ def centroidkv(budget: Budget | float = QUARTER) -> Compressor:
 def quick(budget: Budget | float = QUARTER) -> Compressor:
     """:func:`centroidkv` in shorter chunks and fewer steps: a third of its time, as good on prose. Numbers ours.
 
-    Fewer choices also leave less to the last digits of the keys (docs/vllm.md, "What to expect").
+    Fewer choices also leave less to the last digits of the keys (docs/vllm.md, "How far a text hangs on rounding").
     """
     return (
         Compressor.builder()
