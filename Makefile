@@ -73,6 +73,8 @@ test-vllm: $(VLLM)/.ready ## An environment with vLLM's CPU build (3 GB), and th
 serve-bench: $(VLLM)/.ready $(VENV)/.test ## A vLLM server with and without the plugin, at equal bytes (half an hour; goes on where it stopped)
 	$(BIN)/python -m analysis.serve_bench --python $(VLLM)/bin/python --kv-mib 150 200 300 600 --preset quick centroidkv \
 		--threads 2 --json results/serve_bench.json --picture docs/pictures/serve_bench.png
+	$(BIN)/python -m analysis.serve_bench --python $(VLLM)/bin/python --kv-mib 200 --preset quick centroidkv \
+		--prompt 500 --output 64 --requests 16 --threads 2 --json results/serve_bench_short.json
 
 TEXTS ?= heldout
 fidelity: $(PEERS)/.ready $(VENV)/.test ## Quality against kvpress on two models (hours; goes on where it stopped)
