@@ -94,8 +94,9 @@ bench: $(VENV)/.test ## Times of rounds, decoding and generation; kernels compil
 	$(BENCH) analysis.compile_kernels --json results/compile_kernels.json
 	$(BENCH) analysis.kernel_bytes
 
-FEW := $(PEERS)/bin/python -m analysis.fidelity --model smollm2 --texts $(TEXTS) --length 1000 --budgets 0.25 \
-	--methods balanced centroidkv quick distinctive Compactor LeverageScore SnapKV ExpectedAttention
+EVERYONE := $(PEERS)/bin/python -m analysis.fidelity --model smollm2 --texts $(TEXTS) --length 1000 --budgets 0.25
+FEW := $(EVERYONE) --methods balanced centroidkv quick distinctive Compactor LeverageScore SnapKV ExpectedAttention
+
 # Everything that README, docs and analysis/README.md show, in the order in which it is cheapest to find out that it fails.
 tables: fidelity bench serve-bench ## Every table and plot of the documents (many hours; fidelity and decode_quality go on where they stopped)
 	$(BIN)/centroidkv demo
@@ -103,6 +104,7 @@ tables: fidelity bench serve-bench ## Every table and plot of the documents (man
 	$(BIN)/python -m analysis.fidelity --model smollm2 --texts $(TEXTS) --length 1000 --budgets 0.25 --samples 12 --ablation \
 		--tasks needle_number prose \
 		--results results/ablation_smollm2.json
+	$(EVERYONE) --samples 12 --tasks needle_number prose --results results/everyone_smollm2.json
 	$(FEW) --samples 12 --results results/tasks_smollm2.json \
 		--tasks needle_word needle_uuid multi_key multi_turn variable_tracking common_words
 	$(FEW) --samples 40 --results results/aware_smollm2.json --protocol aware --tasks needle_number
