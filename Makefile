@@ -101,9 +101,7 @@ FEW := $(EVERYONE) --methods balanced centroidkv quick distinctive Compactor Lev
 tables: fidelity bench serve-bench ## Every table and plot of the documents (many hours; fidelity and decode_quality go on where they stopped)
 	$(BIN)/centroidkv demo
 	$(BIN)/python -m analysis.needle
-	$(BIN)/python -m analysis.fidelity --model smollm2 --texts $(TEXTS) --length 1000 --budgets 0.25 --samples 12 --ablation \
-		--tasks needle_number prose \
-		--results results/ablation_smollm2.json
+	$(EVERYONE) --samples 12 --tasks needle_number prose --ablation --results results/ablation_smollm2.json
 	$(EVERYONE) --samples 12 --tasks needle_number prose --results results/everyone_smollm2.json
 	$(FEW) --samples 12 --results results/tasks_smollm2.json \
 		--tasks needle_word needle_uuid multi_key multi_turn variable_tracking common_words

@@ -58,12 +58,12 @@ def compressors(names: Sequence[str], budget: float) -> dict[str, Compressor]:
 def states_of(filled: Prefill, compressor: Compressor, noise: float, seed: int) -> list[KVState]:
     """Every layer compressed, its keys changed by ``noise`` of themselves."""
     chance = torch.Generator().manual_seed(seed)
-
-    def changed(keys: Tensor) -> Tensor:
-        return keys * (1 + noise * torch.randn(keys.shape, generator=chance)) if noise else keys
-
-    states = [KVState.from_kv(changed(layer.keys), layer.values, rotary=filled.rotary) for layer in filled.layers]
-    return [at_full_speed(compressor, state.keys, state.values)(state) for state in states]
+    states = []
+    for layer in filled.layers:
+        keys = layer.keys * (1 + noise * torch.randn(layer.keys.shape, generator=chance))
+        state = KVState.from_kv(keys, layer.values, rotary=filled.rotary)
+        states.append(at_full_speed(compressor, keys, layer.values)(state))
+    return states
 
 
 def trial(model: Any, filled: Prefill, tail: Tensor, compressor: Compressor, noise: float, seeds: range) -> list[Trial]:

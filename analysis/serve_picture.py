@@ -23,8 +23,10 @@ def draw(speeds: Mapping[str, Mapping[int, float]], path: Path) -> None:
     for colour, (name, found) in enumerate(speeds.items()):
         style = {"color": f"C{colour}", "marker": "o", "markersize": 4}
         above.plot(list(found), list(found.values()), label=name, **style)
-        below.plot(list(ratios.get(name, {})), list(ratios.get(name, {}).values()), **style)
-        for size, ratio in ratios.get(name, {}).items():
+        if name == first:
+            continue
+        below.plot(list(ratios[name]), list(ratios[name].values()), **style)
+        for size, ratio in ratios[name].items():
             best = ratio == max(other.get(size, 0) for other in ratios.values())
             below.annotate(
                 f"{ratio:.2f}", (size, ratio), xytext=(0, 6 if best else -13), textcoords="offset points", ha="center",

@@ -7,14 +7,14 @@ from analysis.last_digits import compressors, states_of, trial
 from tests.analysis.conftest import make_llama
 
 
-def setup():
+def example():
     torch.manual_seed(0)
     model = make_llama()
     return model, prefill(model, torch.randint(3, 98, (1, 400))), torch.randint(3, 98, (1, 20))
 
 
 def test_without_noise_nothing_changes_and_with_much_nearly_all_heads_do():
-    model, filled, tail = setup()
+    model, filled, tail = example()
     compressor = compressors(["quick"], 0.5)["quick"]
     (still,) = trial(model, filled, tail, compressor, 0.0, range(1, 2))
     assert (still.heads, still.of, still.largest) == (0, 4, 0.0)
@@ -25,7 +25,7 @@ def test_without_noise_nothing_changes_and_with_much_nearly_all_heads_do():
 
 
 def test_noise_is_a_share_of_every_key_and_follows_the_seed():
-    _, filled, _ = setup()
+    _, filled, _ = example()
     compressor = compressors(["streaming_llm"], 0.5)["streaming_llm"]
     plain, one, again, other = (
         states_of(filled, compressor, *how)[0].keys for how in ((0, 0), (1e-3, 1), (1e-3, 1), (1e-3, 2))
