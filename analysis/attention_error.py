@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from analysis.capture import Layer, capture
+from analysis.capture import Layer, asked, capture
 from centroidkv import KVState, Rotary, presets
 from centroidkv.attention import degree_attention
 from centroidkv.attention.bound import merge_error_bound
@@ -36,7 +36,10 @@ def layer_error(layer: Layer, preset: str, budget: float, rotary: Rotary) -> Ten
     keys, values = layer.keys[:, :, :-QUERIES], layer.values[:, :, :-QUERIES]
     query = layer.query[:, :, -QUERIES:]
     state = KVState.from_kv(keys, values, rotary=rotary)
-    smaller = presets.ALL[preset](budget)(state)
+    compressor = presets.ALL[preset](budget)
+    smaller = compressor(
+        asked(state, layer.query[:, :, :-QUERIES] * layer.scale) if compressor.needs_queries else state
+    )
 
     def attend(s: KVState) -> Tensor:
         return degree_attention(query, s.keys, s.values, s.degree, scale=layer.scale, causal=False)

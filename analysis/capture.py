@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from centroidkv import KVState
+from centroidkv.queries import QUERIES, sample_queries
 
 NAME = "centroidkv_recorder"
 
@@ -56,6 +59,18 @@ def recording(model: Any) -> Iterator[list[Layer]]:
     finally:
         _recordings.remove(layers)
         model.set_attn_implementation(before)
+
+
+def asked(state: KVState, queries: Tensor) -> KVState:
+    """``state`` with a sample of queries, as CentroidCache collects them.
+
+    ``queries [B, Hq, n, D]``: those of tokens 0..n-1 after RoPE, times the scale of q.k.
+    """
+    if state.rotary is None:
+        raise ValueError("queries are sampled as they were before RoPE, and this state has no rotary")
+    positions = torch.arange(queries.shape[2]).expand(queries.shape[:3])
+    sample = sample_queries(state.rotary.unrotate(queries, positions), state.heads)
+    return replace(state, head_data={**state.head_data, QUERIES: sample})
 
 
 @torch.no_grad()

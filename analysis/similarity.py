@@ -59,7 +59,7 @@ def failure_shares(curve: Tensor) -> dict[str, tuple[float, float]]:
     shares = {}
     for first, last in PLACES:
         here = slice(first - 1, last)
-        if last is None or last <= down.shape[-1]:
+        if first <= down.shape[-1] and (last is None or last <= down.shape[-1]):
             name = str(first) if first == last else f"{first}..{last or curve.shape[-1]}"
             shares[name] = (up[..., here].mean().item(), down[..., here].mean().item())
     return shares

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--protocol", choices=PROTOCOLS, default="agnostic")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
     parser.add_argument("--methods", nargs="+", help="only these (default: all presets, clusterings and presses)")
+    parser.add_argument("--without", nargs="+", default=[], help="all but these")
     parser.add_argument("--ablation", action="store_true", help="the default preset without one of its parts each")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--length", type=int, default=1500, help="tokens of a context")
@@ -90,17 +92,19 @@ def main() -> None:
     print(report.table(rows, [task for task in TASKS if any(row.task == task for row in rows)]))
 
 
+def chosen(contenders: list[Contender], wanted: Collection[str] | None, without: Collection[str]) -> list[Contender]:
+    """Those that are wanted, by default all but the ablations, without some; unknown names end the program."""
+    names = [contender.name for contender in contenders]
+    unknown = {*(wanted or ()), *without} - set(names)
+    if unknown:
+        sys.exit(f"unknown methods {sorted(unknown)}; known here: {names}")
+    wanted = wanted or set(names) - set(ABLATIONS)
+    return [contender for contender in contenders if contender.name in wanted and contender.name not in without]
+
+
 def measure_all(options: argparse.Namespace, store: Store) -> None:
     """Every task and sample that the store does not hold in full."""
-    contenders = all_contenders()
-    wanted = COMPARED if options.ablation else options.methods
-    if wanted:
-        unknown = set(wanted) - {contender.name for contender in contenders}
-        if unknown:
-            sys.exit(f"unknown methods {sorted(unknown)}; known here: {[contender.name for contender in contenders]}")
-        contenders = [contender for contender in contenders if contender.name in wanted]
-    else:
-        contenders = [contender for contender in contenders if contender.name not in ABLATIONS]
+    contenders = chosen(all_contenders(), COMPARED if options.ablation else options.methods, options.without)
     model, tokenizer = load_named(options.model, torch.float32)
     texts = help_topics() if options.texts == "topics" else load_texts(options.texts)
     maker = Maker(tokenizer, texts, options.length)

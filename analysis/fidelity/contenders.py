@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from analysis.capture import asked
 from analysis.fidelity import presses
 from analysis.fidelity.ablations import ABLATIONS
 from analysis.fidelity.clusterings import CLUSTERINGS
 from analysis.fidelity.prefill import Prefill
 from centroidkv import Compressor, KVState, presets
-from centroidkv.queries import QUERIES, sample_queries
 from centroidkv.records import Budget
 
 FULL = "full cache"
@@ -57,10 +57,7 @@ def compressed(compressor: Compressor, filled: Prefill) -> list[KVState]:
         rotary=filled.rotary,
     )
     if compressor.needs_queries:
-        queries = torch.cat([layer.queries * layer.scale for layer in filled.layers])
-        positions = torch.arange(filled.length).expand(queries.shape[:3])
-        sample = sample_queries(filled.rotary.unrotate(queries, positions), stacked.heads)
-        stacked = replace(stacked, head_data={QUERIES: sample})
+        stacked = asked(stacked, torch.cat([layer.queries * layer.scale for layer in filled.layers]))
     result = compressor(stacked)
     return [result.rows(torch.tensor([row])) for row in range(result.batch)]
 

@@ -110,6 +110,7 @@ def test_failures_are_counted_where_they_are():
     assert shares["2"] == (0.0, 0.0)
     assert list(shares) == ["1", "2", "3", "4", "5..8", "9..32", "33..256", "257..400"]
     assert sum(sum(pair) for pair in shares.values()) == 0.5
+    assert list(similarity.failure_shares(curve[..., :200]))[-1] == "9..32"  # no distance is beyond 256
 
 
 def test_heat_maps_show_the_chosen_head_and_refuse_what_is_not_there():
