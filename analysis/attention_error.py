@@ -126,7 +126,7 @@ def draw(errors: dict[tuple[str, float], Tensor], path: Path) -> None:
         panel.set(title=f"budget {budget:.1%}", xlabel="layer", yscale="log")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("relative error of attention outputs")
-    panels[-1].legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path, dpi=110)
 
 

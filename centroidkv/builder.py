@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from centroidkv.aggregate import DegreeWeightedMean
+from centroidkv.allocation import Even
 from centroidkv.compressor import Compressor
-from centroidkv.errors import BackendError, BudgetError, StageError
+from centroidkv.errors import BackendError, StageError
 from centroidkv.matching import BipartiteSoftMatching
 from centroidkv.native import why_not_native
 from centroidkv.partition import Alternating
@@ -26,7 +27,7 @@ class Builder:
     """Every method returns a new builder with one part replaced; :meth:`build` checks the whole.
 
     Defaults are the paper's method: sinks and recent tokens preserved, alternation in chunks, cosine, bipartite soft
-    matching, degree-weighted mean, linear annealing. The numbers are ours (README, "Choosing").
+    matching, degree-weighted mean, linear annealing, an even allocation. The numbers are ours (README, "Choosing").
 
     >>> from centroidkv import Compressor
     >>> from centroidkv.partition import Halves
@@ -43,6 +44,7 @@ class Builder:
             "aggregate": DegreeWeightedMean(),
             "schedule": LinearAnnealing(),
             "budget": Budget.ratio(0.25),
+            "allocation": Even(),
         }
     )
 
@@ -74,6 +76,10 @@ class Builder:
         """How many slots may stay: a Budget; a float is a ratio, an int a number of slots."""
         return self._with("budget", budget)
 
+    def allocation(self, allocation: Any) -> Builder:
+        """How layers share the budget: an Allocation, or a function ``depths -> shares``. Even by default."""
+        return self._with("allocation", allocation)
+
     def _with(self, name: str, value: Any) -> Builder:
         return replace(self, parts={**self.parts, name: value})
 
@@ -92,13 +98,13 @@ class Builder:
             BackendError: an unknown or unavailable back end.
         """
         parts = dict(self.parts)
-        for name in ("partition", "similarity", "matching", "aggregate", "schedule"):
+        for name in ("partition", "similarity", "matching", "aggregate", "schedule", "allocation"):
             _check_callable(name, parts[name])
         members = tuple(_preserver(member) for member in parts.pop("preserve"))
         budget = Budget.of(parts.pop("budget"))
         compressor = Compressor(preservers=Union(members), budget=budget, backend=backend, **parts)
         _check_backend(compressor)
-        _check_budget(compressor)
+        compressor.preservers.check_budget(budget, evicts=bool(getattr(compressor.matching, "evicts", False)))
         return compressor
 
 
@@ -139,28 +145,3 @@ def _check_backend(compressor: Compressor) -> None:
             "backend='triton' was asked for, but there are kernels for Cosine() with BipartiteSoftMatching() only, not "
             f"for {compressor.similarity!r} with {compressor.matching!r}; use backend='auto'"
         )
-
-
-def _check_budget(compressor: Compressor) -> None:
-    """What can be known before any data: shares, and a budget in tokens against fixed counts."""
-    preservers, budget = compressor.preservers, compressor.budget
-    evicts = getattr(compressor.matching, "evicts", False)
-    total = sum(member.share or 0.0 for member in preservers.shared)
-    if total > 1 + 1e-9 or (total > 1 - 1e-9 and not evicts):
-        raise BudgetError(
-            f"the shares of {', '.join(map(repr, preservers.shared))} add up to {total:g} of the free budget"
-            + ("" if evicts or total > 1 + 1e-9 else ", which leaves no slot for centroids")
-            + "; they must add up to "
-            + ("at most 1" if evicts else "less than 1 (to 1 only with matching(Evict()))")
-        )
-    known = [member for member in preservers.fixed if not isinstance(member, MaskPreserver)]
-    if budget.kind == "tokens":
-        slots = budget.slots(0)
-        fixed = sum(member.count(slots) for member in known)
-        least = fixed + (0 if evicts else 1)
-        if slots < least:
-            raise BudgetError(
-                f"{budget!r} cannot hold {' + '.join(map(repr, known))} = {fixed} preserved slots"
-                f"{'' if evicts else ' and at least one centroid'}; use Budget.tokens({least}) or more, or preserve "
-                "less"
-            )

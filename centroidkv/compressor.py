@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from centroidkv.allocation import Even, spread
 from centroidkv.dense import map_dense
 from centroidkv.errors import BudgetError, BudgetNotMetWarning, ShapeError, StageError
 from centroidkv.kernels import why_not_triton
 from centroidkv.preserve.union import Union
-from centroidkv.protocols import Aggregator, Matcher, Partitioner, Schedule, Similarity
+from centroidkv.protocols import Aggregator, Allocation, Matcher, Partitioner, Schedule, Similarity
 from centroidkv.records import Budget, Plan
 from centroidkv.rounds import (
     Settings,
@@ -31,13 +33,16 @@ from centroidkv.state import KVState
 if TYPE_CHECKING:
     from centroidkv.builder import Builder
 
+EVEN = Even()
+
 
 @dataclass(frozen=True)
 class Compressor:
     """Preserve, then rounds of partition -> similarity -> matching -> aggregate, as the schedule and budget say.
 
     Build one with :meth:`builder` or take one from :mod:`centroidkv.presets`. A compressor holds no state: the same
-    input gives the same output, bit for bit on one device, and one object serves all layers and sequences.
+    input gives the same output, bit for bit on one device, and one object serves all layers and sequences. A
+    call takes the budget as it is; a cache or a press, which has several layers, asks :meth:`for_layers` first.
 
     >>> import torch
     >>> from centroidkv import Budget, Compressor, KVState
@@ -55,6 +60,7 @@ class Compressor:
     schedule: Schedule
     budget: Budget
     backend: str = "auto"
+    allocation: Allocation = EVEN
 
     @staticmethod
     def builder() -> Builder:
@@ -80,6 +86,25 @@ class Compressor:
         if slots <= budget:
             return Plan(slots, budget, preserved=0)
         return self._plan(slots, budget, self.preservers.count(slots, budget))
+
+    def for_layers(self, depths: Sequence[float]) -> list[Compressor]:
+        """One compressor per layer, whose budgets share this one's as ``allocation`` says; themselves even.
+
+        ``depths``: where in the model those that are compressed lie, (i + 1/2) / n for layer i of n.
+
+        >>> from centroidkv import presets
+        >>> [layer.budget for layer in presets.balanced(0.25).for_layers([0.3, 0.7])]
+        [Budget.ratio(0.125), Budget.ratio(0.375)]
+
+        Raises:
+            StageError: the allocation does not give every layer a positive share, or their mean is not 1.
+            BudgetError: a layer's number of slots cannot hold what is to be preserved.
+        """
+        budgets = spread(self.budget, self.allocation, depths)
+        layers = [replace(self, budget=budget, allocation=EVEN) for budget in budgets]
+        for layer in layers:
+            layer.preservers.check_budget(layer.budget, evicts=not self._least_room)
+        return layers
 
     def fits(self, tokens: int, slots: int | None = None) -> bool:
         """Whether the budget of such a row leaves room beyond what must be preserved (cheaper than a plan).
@@ -266,6 +291,7 @@ class Compressor:
             ("aggregate", repr(self.aggregate)),
             ("schedule", repr(self.schedule)),
             ("budget", repr(self.budget)),
+            ("allocation", repr(self.allocation)),
             ("backend", self.backend if self.backend != "auto" else f"auto ({self.runs_on('cpu')} on the CPU)"),
         ]
         return "Compressor(\n" + "".join(f"  {name:<10} = {value}\n" for name, value in lines) + ")"

@@ -6,6 +6,7 @@ leaves a number open, the number is ours; the sources name the idea, not our set
 
 from __future__ import annotations
 
+from centroidkv.allocation import MiddleLayers
 from centroidkv.compressor import Compressor
 from centroidkv.matching import BipartiteSoftMatching, Evict, KMeans, WardMatching
 from centroidkv.partition import Alternating
@@ -66,7 +67,8 @@ def balanced(budget: Budget | float = QUARTER) -> Compressor:
     """Clusters by what queries will make of a slot, and sets distinctive passages aside. Ours.
 
     Slots merge by Ward's criterion on expected logits and values, weighted by expected attention and by how distinctive
-    their passage is. Needs the model's queries, which CentroidCache collects.
+    their passage is. Layers past the middle, which look up exact strings, get three times the slots of the others.
+    Needs the model's queries, which CentroidCache collects.
     """
     return (
         Compressor.builder()
@@ -75,6 +77,7 @@ def balanced(budget: Budget | float = QUARTER) -> Compressor:
         .similarity(ExpectedLogits())
         .matching(WardMatching(passage=0.3))
         .schedule(LinearAnnealing(initial=0.15, delta=0.005))
+        .allocation(MiddleLayers(start=0.5, end=0.83, ratio=3.0))
         .budget(budget)
         .build()
     )

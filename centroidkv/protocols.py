@@ -7,6 +7,7 @@ default, so a small stage need not mention them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -101,6 +102,16 @@ class Schedule(Protocol):
     """
 
     def __call__(self, round_index: int, /) -> float: ...
+
+
+@runtime_checkable
+class Allocation(Protocol):
+    """How layers share the budget: one share per compressed layer, positive, with a mean of 1.
+
+    ``depths``: where in the model each of them lies, (i + 1/2) / n for layer i of n.
+    """
+
+    def __call__(self, depths: Sequence[float], /) -> Sequence[float]: ...
 
 
 def split_slots(partitioner: Any, length: int) -> Partition:

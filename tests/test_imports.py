@@ -31,15 +31,18 @@ ALLOWED = {
     "matching": BASE,
     "aggregate": BASE,
     "schedule": BASE,
+    "allocation": BASE,
     "attention": {"errors", "kernels", "native"},
     "dense": {"errors", "state"},
     "rounds": BASE | {"aggregate", "dense", "matching"},
-    "compressor": BASE | {"dense", "rounds", "schedule", "preserve", "builder"},
+    "compressor": BASE | {"allocation", "dense", "rounds", "schedule", "preserve", "builder"},
     "builder": BASE
-    | {"aggregate", "compressor", "matching", "partition", "preserve", "rounds", "schedule", "similarity"},
+    | {"aggregate", "allocation", "compressor", "matching", "partition", "preserve", "rounds", "schedule"}
+    | {"similarity"},
     "cache": BASE | {"compressor", "dense"},
-    "presets": BASE | {"compressor", "matching", "partition", "preserve", "schedule", "similarity"},
-    "integrations": BASE | {"attention", "cache", "compressor", "presets", "preserve", "rounds", "similarity"},
+    "presets": BASE | {"allocation", "compressor", "matching", "partition", "preserve", "schedule", "similarity"},
+    "integrations": BASE
+    | {"allocation", "attention", "cache", "compressor", "presets", "preserve", "rounds", "similarity"},
     "cli": BASE | {"cache", "compressor", "integrations", "presets"},
     "testing": BASE | {"aggregate", "attention", "compressor", "matching", "partition", "schedule", "similarity"},
     "__init__": {"compressor", "presets", "records", "rotary", "state"},

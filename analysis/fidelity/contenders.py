@@ -50,16 +50,25 @@ def slots_for(share: float, filled: Prefill, evicts: bool) -> int:
 
 
 def compressed(compressor: Compressor, filled: Prefill) -> list[KVState]:
-    """All layers at once, as rows of one batch: rows do not see each other, so this is each layer on its own."""
-    stacked = KVState.from_kv(
-        torch.cat([layer.keys for layer in filled.layers]),
-        torch.cat([layer.values for layer in filled.layers]),
-        rotary=filled.rotary,
-    )
-    if compressor.needs_queries:
-        stacked = asked(stacked, torch.cat([layer.queries * layer.scale for layer in filled.layers]))
-    result = compressor(stacked)
-    return [result.rows(torch.tensor([row])) for row in range(result.batch)]
+    """Every layer by its share of the budget.
+
+    Layers of equal budgets go together, as rows of one batch; rows do not see each other.
+    """
+    found: dict[int, KVState] = {}
+    own = compressor.for_layers(filled.depths)
+    for budget in dict.fromkeys(each.budget for each in own):
+        alike = [index for index, each in enumerate(own) if each.budget == budget]
+        layers = [filled.layers[index] for index in alike]
+        stacked = KVState.from_kv(
+            torch.cat([layer.keys for layer in layers]),
+            torch.cat([layer.values for layer in layers]),
+            rotary=filled.rotary,
+        )
+        if compressor.needs_queries:
+            stacked = asked(stacked, torch.cat([layer.queries * layer.scale for layer in layers]))
+        result = own[alike[0]](stacked)
+        found |= {index: result.rows(torch.tensor([row])) for row, index in enumerate(alike)}
+    return [found[index] for index in range(len(own))]
 
 
 def ours(name: str, make: Callable[[Budget], Compressor]) -> Contender:

@@ -41,9 +41,13 @@ class LayerInputs:
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
-    """A processed context: its compressible layers, and the cache as the model left it."""
+    """A processed context: its compressible layers, and the cache as the model left it.
+
+    ``depths``: where in the model these layers lie, (i + 1/2) / n for layer i of n.
+    """
 
     layers: list[LayerInputs]
+    depths: list[float]
     cache: DynamicCache
     rotary: Rotary
     length: int
@@ -72,12 +76,11 @@ def prefill(model: Any, context: Tensor) -> Prefill:
     finally:
         for hook in hooks:
             hook.remove()
-    layers = [
-        LayerInputs(stock.keys, stock.values, seen[index].query, seen[index].scale, *inputs[index])
-        for index, stock in enumerate(cache.layers)
-        if type(stock) is DynamicLayer
-    ]
-    return Prefill(layers, cache, rotary_of(text_config(model.config)), context.shape[1])
+    full = [index for index, stock in enumerate(cache.layers) if type(stock) is DynamicLayer]
+    held = cache.layers
+    layers = [LayerInputs(held[i].keys, held[i].values, seen[i].query, seen[i].scale, *inputs[i]) for i in full]
+    depths = [(index + 0.5) / len(held) for index in full]
+    return Prefill(layers, depths, cache, rotary_of(text_config(model.config)), context.shape[1])
 
 
 def cache_of(model: Any, filled: Prefill, states: list[KVState]) -> CentroidCache:

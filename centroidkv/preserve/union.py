@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from centroidkv.errors import StageError
+from centroidkv.errors import BudgetError, StageError
 from centroidkv.protocols import Preserver
+from centroidkv.records import Budget
 from centroidkv.state import KVState
 
 
@@ -56,6 +57,33 @@ class Union:
     def countable(self) -> bool:
         """Whether counts are known ahead of the data: no member is a plain function."""
         return not any(isinstance(member, MaskPreserver) for member in self.members)
+
+    def check_budget(self, budget: Budget, evicts: bool) -> None:
+        """What can be known before any data: shares, and a budget in tokens against fixed counts.
+
+        Raises:
+            BudgetError: shares add up to more than all of the budget, or fixed counts to more than its slots.
+        """
+        total = sum(member.share or 0.0 for member in self.shared)
+        if total > 1 + 1e-9 or (total > 1 - 1e-9 and not evicts):
+            raise BudgetError(
+                f"the shares of {', '.join(map(repr, self.shared))} add up to {total:g} of the free budget"
+                + ("" if evicts or total > 1 + 1e-9 else ", which leaves no slot for centroids")
+                + "; they must add up to "
+                + ("at most 1" if evicts else "less than 1 (to 1 only with matching(Evict()))")
+            )
+        if budget.kind != "tokens":
+            return
+        known = [member for member in self.fixed if not isinstance(member, MaskPreserver)]
+        slots = budget.slots(0)
+        fixed = sum(member.count(slots) for member in known)
+        least = fixed + (0 if evicts else 1)
+        if slots < least:
+            raise BudgetError(
+                f"{budget!r} cannot hold {' + '.join(map(repr, known))} = {fixed} preserved slots"
+                f"{'' if evicts else ' and at least one centroid'}; use Budget.tokens({least}) or more, or preserve "
+                "less"
+            )
 
     def count(self, slots: int, budget: int) -> int:
         """How many of ``slots`` slots are set aside under ``budget``."""

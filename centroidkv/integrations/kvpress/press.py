@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
+from centroidkv.allocation import Even
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, BudgetError, CacheError, StageError
 from centroidkv.integrations.kvpress.layer import PressedLayer
@@ -62,6 +63,11 @@ class CentroidPress(BasePress):
             raise StageError(
                 "every layer must come out equally long, because one mask serves them all; the sizes of this "
                 f"compressor depend on the data: {self.compressor!r}"
+            )
+        if not self._merges and not isinstance(self.compressor.allocation, Even):
+            raise StageError(
+                "a press that evicts leaves kvpress's own cache, whose one mask serves all layers, so they must come "
+                f"out equally long; build with allocation(Even()), not {self.compressor.allocation!r}"
             )
         self._loan: Loan | None = None
 
@@ -162,15 +168,23 @@ class CentroidPress(BasePress):
 
     def _compress(self, module: Any, hidden: Tensor, keys: Tensor, values: Tensor) -> KVState | None:
         """The compressed state; None where the budget holds everything."""
-        if self.compressor.budget.slots(keys.shape[2]) >= keys.shape[2]:
+        compressor = self._compressor_of(module)
+        if compressor.budget.slots(keys.shape[2]) >= keys.shape[2]:
             return None
         rotary = self.rotary
-        if rotary is None and self.compressor.needs_rotary:
+        if rotary is None and compressor.needs_rotary:
             rotary = rotary_of(module.config)
         state = KVState.from_kv(keys, values, rotary=rotary)
-        if self.compressor.needs_queries:
+        if compressor.needs_queries:
             state = replace(state, head_data={QUERIES: _queries(module, hidden, state.heads)})
-        return self.compressor(state)
+        return compressor(state)
+
+    def _compressor_of(self, module: Any) -> Compressor:
+        """The compressor of one layer, with its share of the budget."""
+        layers = DynamicCache(config=module.config).layers
+        full = [index for index, layer in enumerate(layers) if not _slides(layer)]
+        own = self.compressor.for_layers([(index + 0.5) / len(layers) for index in full])
+        return own[full.index(module.layer_idx)]
 
     def _check(self, cache: Any, layer: Any, module: Any, kwargs: dict[str, Any]) -> None:
         """Refuse what cannot come out right, by name."""

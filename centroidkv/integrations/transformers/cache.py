@@ -67,7 +67,7 @@ class CentroidCache(RefusesStates, Cache):
         checks.check_arguments(compressor, capacity, storage)
         self.compressor, self.interval, self.rotary, self.storage = compressor, interval, rotary, storage
         self.capacity = capacity
-        self._new_layer(rotary)  # refuses bad arguments now, not at the first token
+        self._new_layer(compressor, rotary)  # refuses bad arguments now, not at the first token
         self._told = None if config is None else text_config(config)
         self.reset()
 
@@ -78,6 +78,7 @@ class CentroidCache(RefusesStates, Cache):
         self._pending: DegreeTag | None = None
         self._real: Tensor | None = None
         self._inner_padding = self._padded = False
+        self._sizes: set[int] = set()
         self._recording = False
         if self._told is not None:
             self._bind(self._told)
@@ -89,15 +90,17 @@ class CentroidCache(RefusesStates, Cache):
         rotary = self.rotary
         if rotary is None and self.compressor.needs_rotary:
             rotary = rotary_of(config)
-        self.layers = [self._new_layer(rotary) if stock is None else stock for stock in planned]
+        depths = [(index + 0.5) / len(planned) for index, stock in enumerate(planned) if stock is None]
+        own = iter(self.compressor.for_layers(depths))
+        self.layers = [self._new_layer(next(own), rotary) if stock is None else stock for stock in planned]
         self._config = config
         if self._recording:
             self.activate_past_recording()
 
-    def _new_layer(self, rotary: Rotary | None) -> CentroidLayer:
+    def _new_layer(self, compressor: Compressor, rotary: Rotary | None) -> CentroidLayer:
         if self.capacity == "fixed":
-            return FixedLayer(FixedState(self.compressor, self.interval, rotary))
-        return CentroidLayer(GrowingState(self.compressor, self.interval, rotary, self.storage))
+            return FixedLayer(FixedState(compressor, self.interval, rotary))
+        return CentroidLayer(GrowingState(compressor, self.interval, rotary, self.storage))
 
     @property
     def _compressed(self) -> list[GrowingState]:
@@ -164,6 +167,8 @@ class CentroidCache(RefusesStates, Cache):
             self._pending = DegreeTag(degree)
             return self._pending.attach(keys), values
         checks.check_padding(self._inner_padding)
+        masked = self._padded or key_states.shape[2] > 1 or self._config._attn_implementation != "sdpa"
+        checks.check_lengths(self._sizes if masked else set(), self.compressor)
         assert shared is not None  # check_stock saw to it
         bias = log_degree_bias(degree, query_groups(self._config), new=key_states.shape[2]).to(key_states.dtype)
         bias = bias.expand(-1, -1, key_states.shape[2], -1)
@@ -193,6 +198,7 @@ class CentroidCache(RefusesStates, Cache):
                 self._bind(caller.module.config)
             self._config = caller.module.config  # of the model that is running now, whichever was bound
         self._check_in_step(layer_idx, new)
+        self._sizes = {layer.physical for layer in self._compressed}  # before this step's tokens
         self._real = None if caller is None else real_tokens(caller.attention_mask, batch, new)
         if self._real is not None and self._leads(layer_idx):
             begun = self._compressed[0].row_started()
@@ -257,7 +263,7 @@ class CentroidCache(RefusesStates, Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> CentroidCache:
         """A copy with its own tokens, of the same model: its configuration is shared, not frozen as it is now."""
         twin = type(self).__new__(type(self))
-        for shared in (self._config, self._told, self.compressor):
+        for shared in (self._config, self._told, self.compressor, *(layer.compressor for layer in self._compressed)):
             memo[id(shared)] = shared
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
         return twin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from centroidkv.allocation import Even
 from centroidkv.cache import Storage
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, CacheError, StageError
@@ -24,6 +25,11 @@ def check_arguments(compressor: Compressor, capacity: str, storage: Storage | No
         )
     if capacity not in ("growing", "fixed"):
         raise CacheError(f"capacity is 'growing' or 'fixed', got {capacity!r}")
+    if capacity == "fixed" and not isinstance(compressor.allocation, Even):
+        raise CacheError(
+            "with capacity='fixed' one mask serves all layers, so they must be equally large, not shared out by "
+            f"{compressor.allocation!r}; use capacity='growing', or build with allocation(Even())"
+        )
     if capacity == "fixed" and storage is not None:
         raise CacheError(f"capacity='fixed' attends to its buffers as they are; leave storage={storage!r} out")
 
@@ -70,6 +76,17 @@ def check_padding(inner: bool) -> None:
         raise CacheError(
             "the batch holds padding between real tokens, whose mask columns no longer fit the compressed slots; "
             "call enable(model) from centroidkv.integrations.transformers, which masks by slot"
+        )
+
+
+def check_lengths(sizes: set[int], compressor: Compressor) -> None:
+    """Refuse stock attention's mask, which is one for all layers, where they hold different numbers of slots."""
+    if len(sizes) > 1:
+        raise BackendError(
+            f"the layers hold {min(sizes)} to {max(sizes)} slots ({compressor.allocation!r}), and the one mask that "
+            "stock attention has for a padded batch or for several new tokens fits only one of them; call "
+            "enable(model) from centroidkv.integrations.transformers, which masks by slot, or build with "
+            "allocation(Even())"
         )
 
 

@@ -1,0 +1,7 @@
+"""Allocation: how a model's layers share the budget."""
+
+from centroidkv.allocation.even import Even
+from centroidkv.allocation.middle_layers import MiddleLayers
+from centroidkv.allocation.spread import spread
+
+__all__ = ["Even", "MiddleLayers", "spread"]
