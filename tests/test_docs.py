@@ -25,6 +25,7 @@ DOCUMENTS = (
     "docs/vllm.md",
     "docs/distributed.md",
     "analysis/README.md",
+    "analysis/quality.md",
 )
 README = (ROOT / "README.md").read_text()
 VLLM = (ROOT / "docs" / "vllm.md").read_text()
@@ -38,7 +39,7 @@ def test_the_readmes_example_runs(capsys):
 
 
 def test_the_readmes_table_names_every_exported_part_and_files_that_exist():
-    for family in ("preserve", "partition", "similarity", "matching", "aggregate", "schedule"):
+    for family in ("preserve", "partition", "similarity", "matching", "aggregate", "schedule", "allocation"):
         module = __import__(f"centroidkv.{family}", fromlist=["__all__"])
         for name in module.__all__:
             if isinstance(getattr(module, name), type):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from centroidkv import Budget, Compressor
+from centroidkv.allocation import Even, MiddleLayers
 from centroidkv.matching import BipartiteSoftMatching, WardMatching
 from centroidkv.partition import Alternating
 from centroidkv.preserve import Distinctive, Recent, Sinks
@@ -20,6 +21,7 @@ PARTS: dict[str, Any] = {
     "similarity": ExpectedLogits(),
     "matching": WardMatching(passage=0.3),
     "schedule": LinearAnnealing(initial=0.15, delta=0.005),
+    "allocation": MiddleLayers(start=0.5, end=0.83, ratio=3.0),
 }
 """Of ``presets.balanced``; a test holds the two together."""
 
@@ -36,6 +38,7 @@ def with_parts(**changed: Any) -> Callable[[Budget], Compressor]:
             .similarity(parts["similarity"])
             .matching(parts["matching"])
             .schedule(parts["schedule"])
+            .allocation(parts["allocation"])
             .budget(budget)
             .build()
         )
@@ -44,6 +47,7 @@ def with_parts(**changed: Any) -> Callable[[Budget], Compressor]:
 
 
 ABLATIONS = {
+    "even layers": with_parts(allocation=Even()),
     "no passages set aside": with_parts(passages=()),
     "passages without weight": with_parts(matching=WardMatching(passage=0.0)),
     "neither": with_parts(passages=(), matching=WardMatching(passage=0.0)),

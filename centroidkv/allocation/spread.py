@@ -50,5 +50,7 @@ def spread(
         scale = left / sum(shares[index] for index in others) if others else 0.0
         more = {index for index in others if shares[index] * scale > 1}
         if not more:
-            return [Budget.ratio(1.0 if index in full else share * scale) for index, share in enumerate(shares)]
+            ratios = [1.0 if index in full else share * scale for index, share in enumerate(shares)]
+            # To twelve places: 0.45, which is 45 slots of 100, and not 0.44999999999999996, which is 44.
+            return [Budget.ratio(max(round(ratio, 12), 1e-12)) for ratio in ratios]
         full |= more

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 
 from centroidkv.cache.growing import GrowingState
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Numbers of one cache. Slot counts are per KV head, of the longest row; bytes are sums over layers.
+    """Numbers of one cache. Slots are per KV head, of the longest row, a mean over layers; bytes are sums over layers.
 
     Args:
         layers: layers that are compressed (hybrid models keep others).
-        events: how often clustering ran.
-        rounds: clustering rounds of all events together.
+        events: how often clustering ran, in the layer where it did so most.
+        rounds: clustering rounds of all events together, in the layer with most of them.
         logical: tokens seen.
         physical: slots held.
         merged: tokens that share a slot of another one. logical = physical + merged + evicted.
@@ -54,17 +55,15 @@ def collect_stats(layers: Iterable[GrowingState]) -> CacheStats:
     filled = [layer for layer in layers if layer.like is not None]
     if not filled:
         return CacheStats()
-    fullest = max(filled, key=lambda layer: layer.physical)
-    state = fullest.state
-    assert state is not None  # filtered above
-    row = int(state.seen.argmax())
-    logical = int(state.seen[row])
-    held = int(state.live[row].sum(-1).amax())
-    evicted = logical - round(float(state.degree[row].double().sum(-1).amax()))
+    states = [layer.state for layer in filled if layer.state is not None]
+    row = int(states[0].seen.argmax())
+    logical = int(states[0].seen[row])
+    held = round(fmean(int(state.live[row].sum(-1).amax()) for state in states))
+    evicted = logical - round(fmean(float(state.degree[row].double().sum(-1).amax()) for state in states))
     return CacheStats(
         layers=len(filled),
-        events=fullest.events,
-        rounds=state.rounds,
+        events=max(layer.events for layer in filled),
+        rounds=max(state.rounds for state in states),
         logical=logical,
         physical=held,
         merged=logical - held - evicted,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from centroidkv import Budget, Compressor, presets
-from centroidkv.errors import BackendError, BudgetError, CacheError, StageError
+from centroidkv.errors import BackendError, BudgetError, CacheError
 from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.integrations.transformers.release import STOCK_TAKES_BIAS
 from centroidkv.preserve import Recent, Sinks
@@ -202,7 +202,7 @@ def test_what_is_refused_says_so(llama, prompt):
     model, ids = llama(), prompt(100, 2)
     with pytest.raises(BudgetError, match=r"Budget\.ratio"):
         CentroidCache(presets.centroidkv(0.25), capacity="fixed")
-    with pytest.raises(StageError, match="queries"):
+    with pytest.raises(CacheError, match=r"equally large.*MiddleLayers"):
         CentroidCache(presets.balanced(Budget.tokens(256)), capacity="fixed")
     with pytest.raises(CacheError, match="'growing' or 'fixed'"):
         CentroidCache(SMALL, capacity="static")

@@ -102,14 +102,16 @@ def test_a_merging_press_equals_centroidcache(llama, prompt, preset, attention):
     twin = CentroidCache(compressor, interval=NEVER)
     with torch.no_grad(), enable(model):
         model.model(input_ids=ids, past_key_values=twin)
-        for layer, other in zip(cache.layers, twin.layers, strict=True):
+        slots = [own.budget.slots(400) for own in compressor.for_layers([1 / 6, 1 / 2, 5 / 6])]
+        assert sum(slots) == 3 * 120
+        for layer, other, held in zip(cache.layers, twin.layers, slots, strict=True):
             state = other.growing.state
-            assert layer.get_seq_length() == state.slots == 120
+            assert layer.get_seq_length() == state.slots == held
             assert layer.degree.equal(state.degree)
             torch.testing.assert_close(layer.keys, state.keys, atol=1e-5, rtol=0)
         expected = read(model, twin, tail, 400)
     got = read(model, cache, tail, 400)
-    assert cache.layers[0].get_seq_length() == 120 + 12
+    assert cache.layers[0].get_seq_length() == slots[0] + 12
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 

@@ -181,6 +181,8 @@ class CentroidPress(BasePress):
 
     def _compressor_of(self, module: Any) -> Compressor:
         """The compressor of one layer, with its share of the budget."""
+        if not self._merges:  # evenly, and `compress` may be called without a module
+            return self.compressor
         layers = DynamicCache(config=module.config).layers
         full = [index for index, layer in enumerate(layers) if not _slides(layer)]
         own = self.compressor.for_layers([(index + 0.5) / len(layers) for index in full])
