@@ -111,46 +111,62 @@ def _of_budget(
     return format_table(head, body)
 
 
+PANELS = (
+    ("needle_number", "nll", "needle: NLL of the answer"),
+    ("needle_number", "kl", "needle: KL on the question"),
+    ("prose", "kl", "prose: KL on what follows"),
+)
+
+
+def leaders(found: dict[tuple[str, float, str, str], list[float]], ours: set[str]) -> list[str]:
+    """Methods that are the best of ours, or of the others, in a panel at some budget."""
+    best = set()
+    for task, figure, _ in PANELS:
+        for budget in {key[1] for key in found if key[1] < 1}:
+            means = {key[0]: float(np.mean(v)) for key, v in found.items() if key[1:] == (budget, task, figure)}
+            for mine in (True, False):
+                group = [name for name in means if (name in ours) == mine]
+                best |= {min(group, key=lambda name: (means[name], name))} if group else set()
+    return sorted(best, key=lambda name: (name not in ours, name))
+
+
 def plot(rows: list[Row], path: Path, ours: set[str], highlight: str) -> None:
-    """Quality against bytes: needle NLL, needle KL and prose KL of every method over the budgets."""
+    """Quality against bytes: needle NLL, needle KL and prose KL of every method over the budgets.
+
+    Those that lead somewhere have colours and names, the rest are grey.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     found = grouped(rows)
-    panels = [
-        panel
-        for panel in (
-            ("needle_number", "nll", "needle: NLL of the answer"),
-            ("needle_number", "kl", "needle: KL on the question"),
-            ("prose", "kl", "prose: KL on what follows"),
-        )
-        if any(key[2:] == panel[:2] for key in found)
-    ]
+    panels = [panel for panel in PANELS if any(key[2:] == panel[:2] for key in found)]
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(4.6 * len(panels), 4.4), layout="constrained", squeeze=False
     )
-    methods = sorted({key[0] for key in found}, key=lambda name: (name not in ours, name))
-    colours = pyplot.get_cmap("tab20")
+    named = leaders(found, ours)
+    others = sorted({key[0] for key in found} - set(named))
+    colours = pyplot.get_cmap("tab10")
     for axis, (task, name, title) in zip(axes[0], panels, strict=True):
-        for number, method in enumerate(methods):
+        for method in (*others, *named):
             points = sorted(
-                (key[1], float(np.mean(v))) for key, v in found.items() if key[0] == method and key[2:] == (task, name)
+                (key[1], float(np.mean(v)))
+                for key, v in found.items()
+                if key[0] == method and key[1] < 1 and key[2:] == (task, name)
             )
-            points = [point for point in points if point[0] < 1]
             if not points:
                 continue
-            mine = method in ours
+            leads, mine = method in named, method in ours
             axis.plot(
                 *zip(*points, strict=True),
-                marker="o" if mine else "x",
-                color=colours(number % 20),
+                marker=("o" if mine else "x") if leads else None,
+                color=colours(named.index(method) % 10) if leads else "0.8",
                 linestyle="-" if mine else "--",
-                linewidth=3 if method == highlight else 1.2,
+                linewidth=3 if method == highlight else 1.4 if leads else 0.8,
                 markersize=5,
-                label=method,
-                zorder=3 if method == highlight else 2,
+                label=method if leads else f"{len(others)} others" if method == others[0] else None,
+                zorder=4 if method == highlight else 3 if leads else 2,
             )
         axis.set(title=title, xscale="log", yscale="log", xlabel="share of the full cache's bytes")
         axis.set_xticks([0.125, 0.25, 0.5], ["12.5 %", "25 %", "50 %"], minor=False)

@@ -166,3 +166,10 @@ def test_presses_run_on_the_shared_prefill(tiny, sample):
         states = presses.press_states(tiny, make(0.5), filled)
         assert all(state.slots <= 100 for state in states), name
         assert sum(state.keys.nbytes + state.values.nbytes for state in states) <= 0.5 * filled.bytes_full, name
+
+
+def test_the_plot_names_the_best_of_ours_and_of_the_others():
+    means = {("a", 0.5): 1.0, ("b", 0.5): 2.0, ("X", 0.5): 3.0, ("Y", 0.5): 1.5, ("b", 0.25): 1.0, ("a", 0.25): 2.0}
+    found = {(method, budget, "prose", "kl"): [value] for (method, budget), value in means.items()}
+    assert report.leaders(found, ours={"a", "b"}) == ["a", "b", "Y"]
+    assert report.leaders(found, ours=set()) == ["a", "b"]
