@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from analysis.fidelity import leaderboard, report
 from analysis.fidelity.ablations import ABLATIONS, COMPARED
+from analysis.fidelity.clusterings import CLUSTERINGS
 from analysis.fidelity.contenders import FULL, Contender, all_contenders, full_states
 from analysis.fidelity.prefill import cache_of, prefill, read
 from analysis.fidelity.score import measure
@@ -82,7 +83,7 @@ def main() -> None:
         measure_all(options, store)
     rows = report.flatten(store.cells)
     if options.picture:
-        report.plot(rows, options.picture, ours=set(presets.ALL), highlight="balanced")
+        report.plot(rows, options.picture, ours={*presets.ALL, *CLUSTERINGS}, highlight="balanced")
     if options.leaderboard:
         leaderboard.write(rows, options.leaderboard, settings)
     print(

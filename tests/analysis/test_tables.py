@@ -98,9 +98,12 @@ def test_only_the_named_block_is_replaced(tmp_path):
     assert documents.blocks() == {"x": "\n| new |\n\n", "y": "kept\n"}
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+def test_documents_show_tables_that_there_are():
+    assert set(BLOCKS) <= {table.name for table in tables.TABLES}
+
+
+@pytest.mark.parametrize("name", [table.name for table in tables.TABLES if table.command == "analysis.fidelity"])
 def test_documents_show_the_stored_figures(name):
-    assert name in {table.name for table in tables.TABLES}
     cells = json.loads((ROOT / "analysis" / "results" / f"{name}.json").read_text())["cells"]
     rows = report.flatten(cells)
     tasks = [task for task in TASKS if any(row.task == task for row in rows)]
