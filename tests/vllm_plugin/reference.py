@@ -102,8 +102,8 @@ class BlockwiseCache(CentroidCache):
         self.given = given
         super().__init__(compressor, interval, **more)
 
-    def _new_layer(self, rotary):
-        return CentroidLayer(BlockwiseState(self.compressor, self.interval, rotary, self.block_size))
+    def _new_layer(self, compressor, rotary):
+        return CentroidLayer(BlockwiseState(compressor, self.interval, rotary, self.block_size))
 
     def _bind(self, config):
         super()._bind(config)

@@ -61,8 +61,8 @@ class CentroidPress(BasePress):
             )
         if not self.compressor.plannable:
             raise StageError(
-                "every layer must come out equally long, because one mask serves them all; the sizes of this "
-                f"compressor depend on the data: {self.compressor!r}"
+                "how long a layer becomes must be known ahead of the data, because masks are made before it; the sizes "
+                f"of this compressor depend on the data: {self.compressor!r}"
             )
         if not self._merges and not isinstance(self.compressor.allocation, Even):
             raise StageError(

@@ -157,6 +157,9 @@ class CentroidCache(RefusesStates, Cache):
         self._padded |= real is not None
         if self.capacity == "fixed":
             check_route(self._config, shared, self._padded)
+        elif not by_tag:
+            masked = self._padded or key_states.shape[2] > 1 or self._config._attn_implementation != "sdpa"
+            checks.check_lengths(self._sizes if masked else set(), self.compressor)
         queries = find_queries(layer_idx) if self.compressor.needs_queries else None
         keys, values, degree = layer.growing.append(key_states, value_states, real, queries)
         if self.storage is not None:
@@ -167,8 +170,6 @@ class CentroidCache(RefusesStates, Cache):
             self._pending = DegreeTag(degree)
             return self._pending.attach(keys), values
         checks.check_padding(self._inner_padding)
-        masked = self._padded or key_states.shape[2] > 1 or self._config._attn_implementation != "sdpa"
-        checks.check_lengths(self._sizes if masked else set(), self.compressor)
         assert shared is not None  # check_stock saw to it
         bias = log_degree_bias(degree, query_groups(self._config), new=key_states.shape[2]).to(key_states.dtype)
         bias = bias.expand(-1, -1, key_states.shape[2], -1)

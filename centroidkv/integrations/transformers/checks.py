@@ -20,8 +20,8 @@ def check_arguments(compressor: Compressor, capacity: str, storage: Storage | No
         )
     if not compressor.plannable:
         raise StageError(
-            "every layer of a cache must come out equally long, because one mask serves them all; the sizes of "
-            f"this compressor depend on the data: {compressor!r}"
+            "how long a layer of a cache becomes must be known ahead of the data, because masks are made before it; "
+            f"the sizes of this compressor depend on the data: {compressor!r}"
         )
     if capacity not in ("growing", "fixed"):
         raise CacheError(f"capacity is 'growing' or 'fixed', got {capacity!r}")
