@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from centroidkv.errors import EvaluationError
+
 SHOWN = ("analysis/README.md", "analysis/quality.md")
-BLOCK = re.compile(r"(<!-- tables: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"<!-- tables: (?P<name>[\w.-]+) -->\n(?P<body>(?:(?!<!-- tables:).)*?)<!-- end -->", re.DOTALL)
 
 
 def body_of(printed: str) -> str:
     """What a document shows of a command's output: all but the first paragraph, which says how it was called."""
-    return "\n" + printed.strip().partition("\n\n")[2] + "\n\n"
+    body = printed.strip().partition("\n\n")[2]
+    if not body:
+        raise EvaluationError(
+            f"nothing follows the first paragraph of {printed[:80]!r}, so a document would lose its table"
+        )
+    return f"\n{body}\n\n"
 
 
 class Documents:

@@ -1,6 +1,6 @@
 """Every table and plot that the documents show, measured or drawn again by one command.
 
-python -m analysis.tables                    # all of them; what is in --results is not measured again
+python -m analysis.tables                    # all of them; fidelity goes on from --results
 python -m analysis.tables --results results  # all of them anew: a day of two cores
 python -m analysis.tables --small            # all of them on tiny inputs, to see that they run
 python -m analysis.tables --only 'bench_*'   # some
@@ -185,7 +185,7 @@ def run(table: Table, options: argparse.Namespace) -> str | None:
     """What the command printed, shown as it comes; None if it failed. Kept only if it did not."""
     command = command_of(table, options)
     print(f"\n== {table.name}: {shlex.join(command[1:])}", flush=True)
-    environment = {**os.environ, **(table.environment or {})}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(table.environment or {})}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
     assert process.stdout is not None
     lines = []

@@ -41,8 +41,8 @@ class Compressor:
     """Preserve, then rounds of partition -> similarity -> matching -> aggregate, as the schedule and budget say.
 
     Build one with :meth:`builder` or take one from :mod:`centroidkv.presets`. A compressor holds no state: the same
-    input gives the same output, bit for bit on one device, and one object serves all layers and sequences. A
-    call takes the budget as it is; a cache or a press, which has several layers, asks :meth:`for_layers` first.
+    input gives the same output, bit for bit on one device, and one object serves all layers and sequences. A call
+    takes the budget as it is; a cache or a press, which has several layers, asks :meth:`for_layers` first.
 
     >>> import torch
     >>> from centroidkv import Budget, Compressor, KVState
@@ -90,21 +90,25 @@ class Compressor:
     def for_layers(self, depths: Sequence[float]) -> list[Compressor]:
         """One compressor per layer, whose budgets share this one's as ``allocation`` says; themselves even.
 
-        ``depths``: where in the model those that are compressed lie, (i + 1/2) / n for layer i of n.
+        ``depths``: of the compressed layers, (i + 1/2) / n for layer i of n.
 
         >>> from centroidkv import presets
         >>> [layer.budget for layer in presets.balanced(0.25).for_layers([0.3, 0.7])]
         [Budget.ratio(0.125), Budget.ratio(0.375)]
 
         Raises:
-            StageError: the allocation does not give every layer a positive share, or their mean is not 1.
+            StageError: not one positive share per layer, or their mean is not 1.
             BudgetError: a layer's number of slots cannot hold what is to be preserved.
         """
-        budgets = spread(self.budget, self.allocation, depths)
-        layers = [replace(self, budget=budget, allocation=EVEN) for budget in budgets]
+        layers = [replace(self, budget=b, allocation=EVEN) for b in spread(self.budget, self.allocation, depths)]
         for layer in layers:
             layer.preservers.check_budget(layer.budget, evicts=not self._least_room)
         return layers
+
+    @property
+    def even(self) -> bool:
+        """Whether all layers get the same budget, as the allocation's attribute ``even`` says."""
+        return bool(getattr(self.allocation, "even", False))
 
     def fits(self, tokens: int, slots: int | None = None) -> bool:
         """Whether the budget of such a row leaves room beyond what must be preserved (cheaper than a plan).
@@ -217,9 +221,8 @@ class Compressor:
             fast_rounds = {"blocked": blocked_rounds, "native": native_rounds, "triton": triton_rounds}
             result = fast_rounds[backend](ready, free, sizes, fast)
         # What stages add for their own use is gone afterwards; importance the caller set is carried on.
-        return replace(
-            result, slot_data={name: result.slot_data[name] for name in state.slot_data}, head_data=state.head_data
-        )
+        kept = {name: result.slot_data[name] for name in state.slot_data}
+        return replace(result, slot_data=kept, head_data=state.head_data)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 

@@ -108,7 +108,8 @@ class Schedule(Protocol):
 class Allocation(Protocol):
     """How layers share the budget: one share per compressed layer, positive, with a mean of 1.
 
-    ``depths``: where in the model each of them lies, (i + 1/2) / n for layer i of n.
+    ``depths``: where in the model each of them lies, (i + 1/2) / n for layer i of n. What gives every layer the same
+    may say so by an attribute ``even = True``; it then serves where layers must be alike.
     """
 
     def __call__(self, depths: Sequence[float], /) -> Sequence[float]: ...

@@ -14,5 +14,7 @@ class Even:
     [1.0, 1.0]
     """
 
+    even = True
+
     def __call__(self, depths: Sequence[float]) -> list[float]:
         return [1.0] * len(depths)

@@ -37,6 +37,11 @@ class MiddleLayers:
         if not (isfinite(self.ratio) and self.ratio > 0):
             raise StageError(f"ratio is how many times the others' slots, above 0, got {self.ratio!r}")
 
+    @property
+    def even(self) -> bool:
+        """Whether all layers share alike."""
+        return self.ratio == 1
+
     def __call__(self, depths: Sequence[float]) -> list[float]:
         weights = [self.ratio if self.start <= depth < self.end else 1.0 for depth in depths]
         mean = sum(weights) / max(len(weights), 1)

@@ -12,10 +12,11 @@ from centroidkv.records import Budget
 def spread(
     budget: Budget, allocation: Callable[[Sequence[float]], Sequence[float]], depths: Sequence[float]
 ) -> list[Budget]:
-    """One budget per layer, ``budget`` times its share; together at most ``budget`` for every layer.
+    """One budget per layer, ``budget`` times its share; together at most ``budget`` for every layer, but for the one
+    slot that each keeps at least.
 
     A layer cannot keep more tokens than there are: what a ratio would give it beyond 1 goes to the others, in
-    proportion to their shares. Numbers of slots are rounded down, to at least one.
+    proportion to their shares. Numbers of slots are rounded down; what they give a layer beyond its tokens is not used.
 
     Args:
         budget: of a layer on average.

@@ -201,11 +201,12 @@ class FixedState(GrowingState):
     # -- everything else: catch up first, go back into the buffers afterwards ---------------------------------------
 
     def append(
-        self, keys: Tensor, values: Tensor, real: Tensor | None = None, queries: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, keys: Tensor, values: Tensor, real: Tensor | None = None, queries: Tensor | None = None,
+        degrees: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """As in a GrowingState, any number of tokens; not inside a compiled graph."""
         self.settle()
-        seen = super().append(keys, values, real, queries)
+        seen = super().append(keys, values, real, queries, degrees)
         self._store()
         return seen
 

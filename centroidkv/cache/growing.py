@@ -45,10 +45,7 @@ class GrowingState:
             raise StageError(f"interval is a whole number of tokens >= 1, got {interval!r}")
         if storage is not None and not isinstance(storage, Storage):
             raise StageError(f"storage must have put and get, as Quantised(bits=8) or Offloaded(), got {storage!r}")
-        self.compressor = compressor
-        self.interval = interval
-        self.rotary = rotary
-        self.storage = storage
+        self.compressor, self.interval, self.rotary, self.storage = compressor, interval, rotary, storage
         self.clear()
 
     def clear(self) -> None:
@@ -117,8 +114,9 @@ class GrowingState:
         return like.batch * like.heads * self.logical * per_slot
 
     def append(
-        self, keys: Tensor, values: Tensor, real: Tensor | None = None, queries: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, keys: Tensor, values: Tensor, real: Tensor | None = None, queries: Tensor | None = None,
+        degrees: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Add ``keys [B, H, L, D]`` and ``values [B, H, L, Dv]``; ``real [B, L]`` marks tokens that are not padding.
 
         ``queries [B, Hq, L, D]`` of the same tokens, after RoPE and times the attention scale, are needed by
@@ -126,7 +124,7 @@ class GrowingState:
 
         Returns:
             Keys, values and degrees to attend to in this step: all slots, the new ones last. Degrees are None as long
-            as nothing was compressed, when attention needs no correction.
+            as nothing was compressed, unless ``degrees`` asks for them: other layers were, and the mask is theirs.
 
         Raises:
             Whatever the compressor raises; the layer is then as it was before the call.
@@ -141,7 +139,7 @@ class GrowingState:
         length = keys.shape[2]
         new = [length] * keys.shape[0] if real is None else real.sum(-1).tolist()
         clocks = [clock.after(n, length) for clock, n in zip(self._clocks or [RowClock()] * len(new), new, strict=True)]
-        degree = grown.degree if self.events else None
+        degree = grown.degree if self.events or degrees else None
         log = self._note(queries, grown, real)
         # No crop since the last tokens: nobody takes tokens back any more, and waiting on would mean growing.
         waits = self.waits and not self._unsettled

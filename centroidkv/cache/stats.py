@@ -55,20 +55,26 @@ def collect_stats(layers: Iterable[GrowingState]) -> CacheStats:
     filled = [layer for layer in layers if layer.like is not None]
     if not filled:
         return CacheStats()
-    states = [layer.state for layer in filled if layer.state is not None]
-    row = int(states[0].seen.argmax())
-    logical = int(states[0].seen[row])
-    held = round(fmean(int(state.live[row].sum(-1).amax()) for state in states))
-    evicted = logical - round(fmean(float(state.degree[row].double().sum(-1).amax()) for state in states))
+    facts = [_facts(layer) for layer in filled]  # one layer at a time: a storage assembles what is asked for
+    logical, held, lost = facts[0][0], round(fmean(fact[1] for fact in facts)), round(fmean(fact[2] for fact in facts))
     return CacheStats(
         layers=len(filled),
         events=max(layer.events for layer in filled),
-        rounds=max(state.rounds for state in states),
+        rounds=max(fact[3] for fact in facts),
         logical=logical,
         physical=held,
-        merged=logical - held - evicted,
-        evicted=evicted,
+        merged=logical - held - lost,
+        evicted=lost,
         bytes=sum(layer.nbytes for layer in filled),
         bytes_full=sum(layer.nbytes_full for layer in filled),
         seconds=sum(layer.seconds for layer in filled),
     )
+
+
+def _facts(layer: GrowingState) -> tuple[int, int, float, int]:
+    """Of the longest row: tokens seen, slots held, tokens given up; and the layer's rounds."""
+    state = layer.state
+    assert state is not None  # filled
+    row = int(state.seen.argmax())
+    logical, held = int(state.seen[row]), int(state.live[row].sum(-1).amax())
+    return logical, held, logical - float(state.degree[row].double().sum(-1).amax()), state.rounds

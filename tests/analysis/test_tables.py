@@ -12,6 +12,7 @@ from analysis import tables
 from analysis.fidelity import report
 from analysis.fidelity.tasks import TASKS
 from analysis.splice import Documents, body_of
+from centroidkv.errors import EvaluationError
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = Documents(ROOT).blocks()
@@ -100,6 +101,16 @@ def test_only_the_named_block_is_replaced(tmp_path):
 
 def test_documents_show_tables_that_there_are():
     assert set(BLOCKS) <= {table.name for table in tables.TABLES}
+
+
+def test_output_without_a_table_or_an_unclosed_block_changes_nothing(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(before := "<!-- tables: x -->\nold\n<!-- tables: y -->\nkept\n<!-- end -->\n")
+    documents = Documents(tmp_path, ("page.md",))
+    assert not documents.put("x", "first\n\nsecond")
+    with pytest.raises(EvaluationError, match="lose its table"):
+        documents.put("y", "only one paragraph")
+    assert page.read_text() == before
 
 
 @pytest.mark.parametrize("name", [table.name for table in tables.TABLES if table.command == "analysis.fidelity"])

@@ -115,6 +115,19 @@ def test_a_merging_press_equals_centroidcache(llama, prompt, preset, attention):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("budget", [0.7, Budget.tokens(300)], ids=repr)
+def test_layers_that_keep_everything_beside_others_that_do_not(llama, prompt, attention, budget):
+    model, ids, tail = llama(attention), prompt(400), prompt(7)
+    cache = pressed(model, CentroidPress(presets.balanced(budget)), ids)
+    assert [layer.get_seq_length() < 400 for layer in cache.layers] == [True, False, True]
+    twin = CentroidCache(presets.balanced(budget), interval=NEVER)
+    with torch.no_grad(), enable(model):
+        model.model(input_ids=ids, past_key_values=twin)
+        expected = read(model, twin, tail, 400)
+    torch.testing.assert_close(read(model, cache, tail, 400), expected, atol=1e-5, rtol=0)
+
+
 def test_degrees_matter_and_reach_the_decode_steps(llama, prompt):
     model, ids, tail = llama(), prompt(300), prompt(8)
     cache = pressed(model, CentroidPress(clustering()), ids)

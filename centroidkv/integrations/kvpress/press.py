@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import DynamicCache, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
-from centroidkv.allocation import Even
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, BudgetError, CacheError, StageError
 from centroidkv.integrations.kvpress.layer import PressedLayer
@@ -64,7 +63,7 @@ class CentroidPress(BasePress):
                 "how long a layer becomes must be known ahead of the data, because masks are made before it; the sizes "
                 f"of this compressor depend on the data: {self.compressor!r}"
             )
-        if not self._merges and not isinstance(self.compressor.allocation, Even):
+        if not self._merges and not self.compressor.even:
             raise StageError(
                 "a press that evicts leaves kvpress's own cache, whose one mask serves all layers, so they must come "
                 f"out equally long; build with allocation(Even()), not {self.compressor.allocation!r}"
@@ -168,9 +167,10 @@ class CentroidPress(BasePress):
 
     def _compress(self, module: Any, hidden: Tensor, keys: Tensor, values: Tensor) -> KVState | None:
         """The compressed state; None where the budget holds everything."""
-        compressor = self._compressor_of(module)
-        if compressor.budget.slots(keys.shape[2]) >= keys.shape[2]:
-            return None
+        own, index = self._layers(module)
+        compressor, tokens = own[index], keys.shape[2]
+        if all(each.budget.slots(tokens) >= tokens for each in own):
+            return None  # and otherwise a layer that keeps everything still says its degrees, as the mask is another's
         rotary = self.rotary
         if rotary is None and compressor.needs_rotary:
             rotary = rotary_of(module.config)
@@ -179,14 +179,14 @@ class CentroidPress(BasePress):
             state = replace(state, head_data={QUERIES: _queries(module, hidden, state.heads)})
         return compressor(state)
 
-    def _compressor_of(self, module: Any) -> Compressor:
-        """The compressor of one layer, with its share of the budget."""
-        if not self._merges:  # evenly, and `compress` may be called without a module
-            return self.compressor
+    def _layers(self, module: Any) -> tuple[list[Compressor], int]:
+        """The compressors of all layers that are compressed, and which of them is the module's."""
+        if self.compressor.even:  # and `compress` may be called without a module
+            return [self.compressor], 0
         layers = DynamicCache(config=module.config).layers
         full = [index for index, layer in enumerate(layers) if not _slides(layer)]
         own = self.compressor.for_layers([(index + 0.5) / len(layers) for index in full])
-        return own[full.index(module.layer_idx)]
+        return own, full.index(module.layer_idx)
 
     def _check(self, cache: Any, layer: Any, module: Any, kwargs: dict[str, Any]) -> None:
         """Refuse what cannot come out right, by name."""

@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from centroidkv.integrations.transformers import CentroidCache
 from centroidkv.integrations.transformers.layer import CentroidLayer
 
@@ -35,12 +37,12 @@ class Tally:
             return
         stats = cache.stats()
         self.bytes, self.bytes_full = self.bytes + stats.bytes, self.bytes_full + stats.bytes_full
-        states = [layer.growing.state for layer in cache.layers if isinstance(layer, CentroidLayer)]
-        state = states[0] if states else None
-        if state is None:
-            self.whole += rows
-        else:
-            self.whole += int((state.live.sum(-1).amax(-1) >= state.seen).sum())
+        whole = torch.ones(rows, dtype=torch.bool)
+        for layer in cache.layers:
+            state = layer.growing.state if isinstance(layer, CentroidLayer) else None
+            if state is not None:
+                whole &= (state.live.sum(-1).amax(-1) >= state.seen).cpu()
+        self.whole += int(whole.sum())
 
     @property
     def share(self) -> float:

@@ -79,6 +79,7 @@ class CentroidCache(RefusesStates, Cache):
         self._real: Tensor | None = None
         self._inner_padding = self._padded = False
         self._sizes: set[int] = set()
+        self._clustered = self._masked = False
         self._recording = False
         if self._told is not None:
             self._bind(self._told)
@@ -157,11 +158,10 @@ class CentroidCache(RefusesStates, Cache):
         self._padded |= real is not None
         if self.capacity == "fixed":
             check_route(self._config, shared, self._padded)
-        elif not by_tag:
-            masked = self._padded or key_states.shape[2] > 1 or self._config._attn_implementation != "sdpa"
-            checks.check_lengths(self._sizes if masked else set(), self.compressor)
+        elif not by_tag and self._masked:
+            checks.check_lengths(self._sizes, self.compressor, self._config)
         queries = find_queries(layer_idx) if self.compressor.needs_queries else None
-        keys, values, degree = layer.growing.append(key_states, value_states, real, queries)
+        keys, values, degree = layer.growing.append(key_states, value_states, real, queries, self._clustered)
         if self.storage is not None:
             self._after(layer_idx).growing.fetch()
         if degree is None:
@@ -199,7 +199,10 @@ class CentroidCache(RefusesStates, Cache):
                 self._bind(caller.module.config)
             self._config = caller.module.config  # of the model that is running now, whichever was bound
         self._check_in_step(layer_idx, new)
-        self._sizes = {layer.physical for layer in self._compressed}  # before this step's tokens
+        # Before this step's tokens: the layers' lengths, whether any was clustered, whether one mask serves them all.
+        self._sizes = {layer.physical for layer in self._compressed}
+        self._clustered = any(layer.events for layer in self._compressed)
+        self._masked = new > 1 if caller is None else caller.attention_mask is not None
         self._real = None if caller is None else real_tokens(caller.attention_mask, batch, new)
         if self._real is not None and self._leads(layer_idx):
             begun = self._compressed[0].row_started()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from centroidkv.allocation import Even
 from centroidkv.cache import Storage
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, CacheError, StageError
@@ -25,7 +24,7 @@ def check_arguments(compressor: Compressor, capacity: str, storage: Storage | No
         )
     if capacity not in ("growing", "fixed"):
         raise CacheError(f"capacity is 'growing' or 'fixed', got {capacity!r}")
-    if capacity == "fixed" and not isinstance(compressor.allocation, Even):
+    if capacity == "fixed" and not compressor.even:
         raise CacheError(
             "with capacity='fixed' one mask serves all layers, so they must be equally large, not shared out by "
             f"{compressor.allocation!r}; use capacity='growing', or build with allocation(Even())"
@@ -79,15 +78,21 @@ def check_padding(inner: bool) -> None:
         )
 
 
-def check_lengths(sizes: set[int], compressor: Compressor) -> None:
+def check_lengths(sizes: set[int], compressor: Compressor, config: Any) -> None:
     """Refuse stock attention's mask, which is one for all layers, where they hold different numbers of slots."""
-    if len(sizes) > 1:
-        raise BackendError(
-            f"the layers hold {min(sizes)} to {max(sizes)} slots ({compressor.allocation!r}), and the one mask that "
-            "stock attention has for a padded batch or for several new tokens fits only one of them; call "
-            "enable(model) from centroidkv.integrations.transformers, which masks by slot, or build with "
-            "allocation(Even())"
-        )
+    if len(sizes) < 2:
+        return
+    remedy = (
+        "call enable(model) from centroidkv.integrations.transformers, which masks by slot"
+        if config._attn_implementation == "sdpa"
+        else "call model.set_attn_implementation('sdpa')"
+    )
+    raise BackendError(
+        f"the layers hold {min(sizes)} to {max(sizes)} slots ({compressor.allocation!r}), and the one mask that stock "
+        f"attention {config._attn_implementation!r} has in this step (padding, or several new tokens) fits only one of "
+        f"them; {remedy}, or build with allocation(Even()). If layers of sliding windows have seen the step's tokens "
+        "by now, reset() the cache first"
+    )
 
 
 def check_layer(index: int, layers: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from centroidkv import presets
-from centroidkv.allocation import Even
 from centroidkv.compressor import Compressor
 from centroidkv.errors import CentroidKVError, ServingError
 from centroidkv.preserve import Distinctive, Recent, Sinks
@@ -106,7 +105,7 @@ def _why_not(compressor: Compressor) -> str | None:
         return "needs the model's queries, which a server does not keep"
     if compressor.pools_heads:
         return "decides for all heads together, which tensor parallelism splits"
-    if not isinstance(compressor.allocation, Even):
+    if not compressor.even:
         return "gives layers different numbers of slots, and a server's layers share their pages' table"
     return None
 
