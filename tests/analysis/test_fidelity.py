@@ -173,3 +173,9 @@ def test_the_plot_names_the_best_of_ours_and_of_the_others():
     found = {(method, budget, "prose", "kl"): [value] for (method, budget), value in means.items()}
     assert report.leaders(found, ours={"a", "b"}) == ["a", "b", "Y"]
     assert report.leaders(found, ours=set()) == ["a", "b"]
+
+
+def test_tables_say_who_was_measured_on_fewer_samples():
+    rows = [report.Row(m, 0.5, "prose", "kl", i, 1.0) for m, n in (("all", 3), ("some", 2)) for i in range(n)]
+    lines = report.table(rows, ["prose"]).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[-2:]] == ["all", "some (2 samples)"]
