@@ -2,7 +2,7 @@
 
 kvpress needs its own environment (transformers < 5.3): ``make peers`` makes one. Left out, because they cannot be put
 beside the others at equal physical bytes or without more than the context: AdaKV, CriticalAdaKV, KVzip and its kin mask
-keys instead of removing them; PyramidKV and SimLayerKV give layers different lengths; ThinK removes channels;
+keys instead of removing them; SimLayerKV takes a threshold, not a ratio; ThinK removes channels;
 DuoAttention, QFilter, KVzap, LU-KV, FastKVzip and ExpectedAttentionWithStats need trained weights or statistics from a
 hub; ObservedAttention and KVCompose need all attention weights; Finch and CAM need the question or decoding.
 """
@@ -40,6 +40,7 @@ def makers() -> dict[str, Callable[[float], Any]]:
         "Compactor": kvpress.CompactorPress,
         "ExpectedAttention": kvpress.ExpectedAttentionPress,
         "SnapKV": kvpress.SnapKVPress,
+        "PyramidKV": kvpress.PyramidKVPress,  # layers of different lengths, the bytes of all together are the same
         "TOVA": kvpress.TOVAPress,
         "StreamingLLM": kvpress.StreamingLLMPress,
         "LagKV": kvpress.LagKVPress,
