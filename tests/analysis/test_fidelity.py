@@ -164,7 +164,7 @@ def test_presses_run_on_the_shared_prefill(tiny, sample):
     filled = prefill(tiny, sample.context)
     for name, make in presses.makers().items():
         states = presses.press_states(tiny, make(0.5), filled)
-        assert all(state.slots <= 100 for state in states), name
+        assert sum(state.slots for state in states) <= 100 * len(states), name
         assert sum(state.keys.nbytes + state.values.nbytes for state in states) <= 0.5 * filled.bytes_full, name
 
 

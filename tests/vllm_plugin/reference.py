@@ -35,7 +35,7 @@ class BlockwiseState(GrowingState):
         self.prompt = None
         self.runs = 0
 
-    def append(self, keys, values, real=None, queries=None):
+    def append(self, keys, values, real=None, queries=None, degrees=False):
         if self.prompt is None:
             self.prompt = keys.shape[2]
         start = self.logical
@@ -44,7 +44,7 @@ class BlockwiseState(GrowingState):
         held = new if self._held is None else join(self._held, new)
         self.logical += keys.shape[2]
         self._held = self._compressed(held) if self._moment() else held
-        return held.keys, held.values, held.degree if bool((held.degree != 1).any()) else None
+        return held.keys, held.values, held.degree if degrees or bool((held.degree != 1).any()) else None
 
     _held = None
 
