@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from analysis.capture import recording
 from centroidkv import KVState, presets
+from centroidkv.allocation import depths_of
 from centroidkv.cache import GrowingState
 from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.integrations.transformers.layer import CentroidLayer
@@ -79,7 +80,7 @@ def prefill(model: Any, context: Tensor) -> Prefill:
     full = [index for index, stock in enumerate(cache.layers) if type(stock) is DynamicLayer]
     held = cache.layers
     layers = [LayerInputs(held[i].keys, held[i].values, seen[i].query, seen[i].scale, *inputs[i]) for i in full]
-    depths = [(index + 0.5) / len(held) for index in full]
+    depths = depths_of(full, len(held))
     return Prefill(layers, depths, cache, rotary_of(text_config(model.config)), context.shape[1])
 
 

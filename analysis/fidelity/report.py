@@ -103,13 +103,12 @@ def _of_budget(
     def rank(method: str) -> tuple[float, str]:
         return float(np.mean(found.get((method, budget, *columns[0]), [np.inf]))), method
 
-    most = {column: max(len(found.get((name, budget, *column), [])) for name in methods) for column in columns}
+    counts = {name: [len(found.get((name, budget, *column), [])) for column in columns] for name in methods}
+    most = [max(column) for column in zip(*counts.values(), strict=True)]
 
     def shown(method: str) -> str:
         """The name, and if it was measured on fewer samples than others, on how many."""
-        counts = {len(found.get((method, budget, *column), [])) for column in columns}
-        whole = all(len(found.get((method, budget, *column), [])) == most[column] for column in columns)
-        return method if whole else f"{method} ({min(counts)} samples)"
+        return method if counts[method] == most else f"{method} ({min(counts[method])} samples)"
 
     body = [
         (shown(method), *(_cell(found.get((method, budget, *column)), intervals) for column in columns))

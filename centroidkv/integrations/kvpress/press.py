@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
+from centroidkv.allocation import depths_of
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, BudgetError, CacheError, StageError
 from centroidkv.integrations.kvpress.layer import PressedLayer
@@ -185,8 +186,7 @@ class CentroidPress(BasePress):
             return [self.compressor], 0
         layers = DynamicCache(config=module.config).layers
         full = [index for index, layer in enumerate(layers) if not _slides(layer)]
-        own = self.compressor.for_layers([(index + 0.5) / len(layers) for index in full])
-        return own, full.index(module.layer_idx)
+        return self.compressor.for_layers(depths_of(full, len(layers))), full.index(module.layer_idx)
 
     def _check(self, cache: Any, layer: Any, module: Any, kwargs: dict[str, Any]) -> None:
         """Refuse what cannot come out right, by name."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from centroidkv.allocation import depths_of
 from centroidkv.cache import CacheStats, FixedState, GrowingState, Storage
 from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
@@ -77,10 +78,9 @@ class CentroidCache(RefusesStates, Cache):
         self._config: Any = None
         self._pending: DegreeTag | None = None
         self._real: Tensor | None = None
-        self._inner_padding = self._padded = False
+        self._inner_padding = self._padded = self._recording = False
         self._sizes: set[int] = set()
         self._clustered = self._masked = False
-        self._recording = False
         if self._told is not None:
             self._bind(self._told)
 
@@ -91,8 +91,8 @@ class CentroidCache(RefusesStates, Cache):
         rotary = self.rotary
         if rotary is None and self.compressor.needs_rotary:
             rotary = rotary_of(config)
-        depths = [(index + 0.5) / len(planned) for index, stock in enumerate(planned) if stock is None]
-        own = iter(self.compressor.for_layers(depths))
+        full = [index for index, stock in enumerate(planned) if stock is None]
+        own = iter(self.compressor.for_layers(depths_of(full, len(planned))))
         self.layers = [self._new_layer(next(own), rotary) if stock is None else stock for stock in planned]
         self._config = config
         if self._recording:
