@@ -1,4 +1,4 @@
-"""Printed tables inside Markdown documents, between ``<!-- tables: NAME -->`` and ``<!-- end -->``."""
+"""Printed tables inside Markdown documents, between ``<!-- tables: NAME -->`` and ``<!-- end: NAME -->``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from centroidkv.errors import EvaluationError
 
 SHOWN = ("analysis/README.md", "analysis/quality.md")
-BLOCK = re.compile(r"<!-- tables: (?P<name>[\w.-]+) -->\n(?P<body>(?:(?!<!-- tables:).)*?)<!-- end -->", re.DOTALL)
+MARK = re.compile(r"<!--\s*(?:tables|end)\s*:")
+BLOCK = re.compile(r"<!-- tables: (?P<name>[\w.-]+) -->\n(?P<body>(?:(?!<!--).)*)<!-- end: (?P=name) -->\n", re.DOTALL)
 
 
 def body_of(printed: str) -> str:
@@ -18,14 +19,29 @@ def body_of(printed: str) -> str:
         raise EvaluationError(
             f"nothing follows the first paragraph of {printed[:80]!r}, so a document would lose its table"
         )
+    if "<!--" in body:
+        raise EvaluationError(f"a comment in {printed[:80]!r} would be taken for the end of its table in a document")
     return f"\n{body}\n\n"
 
 
 class Documents:
-    """The Markdown files below ``root`` that hold printed tables."""
+    """The Markdown files below ``root`` that hold printed tables.
+
+    Raises:
+        EvaluationError: a block has no end of its own, so its table would stay as it is, unnoticed.
+    """
 
     def __init__(self, root: Path, names: tuple[str, ...] = SHOWN) -> None:
         self.paths = [root / name for name in names if (root / name).exists()]
+        for path in self.paths:
+            text = path.read_text(encoding="utf-8")
+            stray = MARK.search(BLOCK.sub("", text))
+            if stray:
+                line = BLOCK.sub("", text)[stray.start() :].partition("\n")[0]
+                raise EvaluationError(
+                    f"{path}: {line!r} belongs to no whole block; those are '<!-- tables: NAME -->', the table and "
+                    f"'<!-- end: NAME -->', the marks alone on their lines"
+                )
 
     def blocks(self) -> dict[str, str]:
         """What the documents show now, by table."""
@@ -41,6 +57,8 @@ class Documents:
             for found in reversed(blocks):
                 text = text[: found.start("body")] + body_of(printed) + text[found.end("body") :]
             if blocks:
-                path.write_text(text, encoding="utf-8")
+                part = path.with_name(path.name + ".part")
+                part.write_text(text, encoding="utf-8")
+                part.replace(path)
                 shown = True
         return shown

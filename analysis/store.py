@@ -63,15 +63,19 @@ def write_json(path: Path, content: Any) -> None:
 class Store:
     """A JSON file of cells by key: ``{"settings": ..., "cells": {key: {..., "environment": ...}}}``.
 
-    Every added cell is written at once and carries the versions it was measured with. Without a path nothing is kept.
+    Every added cell is written at once and carries the versions it was measured with, which are those at the time the
+    store was opened: code that was loaded then is what measures. Without a path nothing is kept.
 
     Raises:
-        EvaluationError: the file holds results of other settings, which must not be mixed with these.
+        EvaluationError: the file holds results of other settings, which must not be mixed with these; or another
+            process has written it since, whose cells would be lost.
     """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, json.loads(json.dumps(settings))
+        self.environment = environment()
         self.cells: dict[str, Any] = {}
+        self._written = self._version()
         if path is None or not path.exists():
             return
         found = json.loads(path.read_text())
@@ -79,7 +83,22 @@ class Store:
             raise EvaluationError(
                 f"{path} holds results of other settings ({found['settings']}, now {self.settings}); use another file"
             )
+        self._load(found)
+
+    def _load(self, found: dict[str, Any]) -> None:
+        """Take over what a file holds."""
         self.cells = found["cells"]
+
+    def _content(self) -> dict[str, Any]:
+        """What the file is to hold."""
+        return {"settings": self.settings, "cells": self.cells}
+
+    def _version(self) -> tuple[int, int] | None:
+        """Changes whenever anyone writes the file."""
+        if self.path is None or not self.path.exists():
+            return None
+        found = self.path.stat()
+        return found.st_ino, found.st_mtime_ns
 
     def __contains__(self, key: str) -> bool:
         return key in self.cells
@@ -89,7 +108,17 @@ class Store:
 
     def add(self, key: str, cell: dict[str, Any]) -> None:
         """Keep a cell, and write the file."""
-        self.cells[key] = {**cell, "environment": environment()}
+        self.cells[key] = {**cell, "environment": self.environment}
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file by what the store holds."""
         if self.path is None:
             return
-        write_json(self.path, {"settings": self.settings, "cells": self.cells})
+        if self._version() != self._written:
+            raise EvaluationError(
+                f"another process has written {self.path} since this one read it, and keeps doing so perhaps; stop one "
+                f"of them and start this one again: it goes on from what the file holds"
+            )
+        write_json(self.path, self._content())
+        self._written = self._version()

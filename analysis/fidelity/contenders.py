@@ -26,11 +26,15 @@ def full_states(filled: Prefill) -> list[KVState]:
 
 @dataclass(frozen=True)
 class Contender:
-    """A method: ``states(model, prefill, share)`` gives every layer's state in at most that share of the full bytes."""
+    """A method: ``states(model, prefill, share)`` gives every layer's state in at most that share of the full bytes.
+
+    ``described(share)`` says what the method is there, all its settings: equal texts are the same method.
+    """
 
     name: str
     ours: bool
     states: Callable[[Any, Prefill, float], list[KVState]]
+    described: Callable[[float], str]
     clusters: bool = False
 
     def bytes_of(self, state: KVState) -> int:
@@ -78,12 +82,22 @@ def ours(name: str, make: Callable[[Budget], Compressor]) -> Contender:
     def states(model: Any, filled: Prefill, share: float) -> list[KVState]:
         return compressed(make(Budget.tokens(slots_for(share, filled, evicts))), filled)
 
-    return Contender(name, True, states, clusters=not evicts)
+    def described(share: float) -> str:
+        # Which backend runs the rounds depends on the machine, and what they give does not.
+        lines = repr(make(Budget.ratio(share))).splitlines()
+        return " ".join(" ".join(line.split()) for line in lines if not line.lstrip().startswith("backend"))
+
+    return Contender(name, True, states, described, clusters=not evicts)
 
 
 def press(name: str, make: Callable[[float], Any]) -> Contender:
     """A kvpress press, by a function of the share of slots to remove."""
-    return Contender(name, False, lambda model, filled, share: presses.press_states(model, make(1 - share), filled))
+    return Contender(
+        name,
+        False,
+        lambda model, filled, share: presses.press_states(model, make(1 - share), filled),
+        lambda share: repr(make(1 - share)),
+    )
 
 
 def all_contenders() -> list[Contender]:

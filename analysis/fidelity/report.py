@@ -1,4 +1,4 @@
-"""Tables and plots of what was measured."""
+"""Tables of what was measured."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy.stats import bootstrap
 
+from analysis.fidelity.ablations import ABLATIONS
+from analysis.fidelity.clusterings import CLUSTERINGS
+from analysis.fidelity.tasks import TASKS
+from centroidkv import presets
 from centroidkv.cli.demo import format_table
+
+OURS = frozenset({*presets.ALL, *CLUSTERINGS, *ABLATIONS})
+"""What is ours among the methods; the rest are presses."""
+
+HIGHLIGHT = "balanced"
+"""The preset that is held against the presses."""
 
 COLUMNS = {"needle_number": ("nll", "exact", "kl"), "prose": ("kl",)}
 """Figures shown of a task; of all others ``("nll", "kl")``."""
@@ -66,22 +75,34 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
-def _cell(values: list[float] | None, intervals: bool) -> str:
+def _cell(values: list[float] | None, most: int) -> str:
+    """Mean and interval, and the number of samples if others have more."""
     if not values:
         return "-"
-    if not intervals:
-        return _number(float(np.mean(values)))
     low, high = interval(values)
-    return f"{_number(float(np.mean(values)))} [{_number(low)}, {_number(high)}]"
+    fewer = f", {len(values)} samples" if len(values) < most else ""
+    return f"{_number(float(np.mean(values)))} [{_number(low)}, {_number(high)}]{fewer}"
 
 
-def table(rows: list[Row], tasks: list[str], intervals: bool = True) -> str:
+def columns_of(rows: list[Row]) -> list[tuple[str, str]]:
+    """(task, figure) of every column there are figures for."""
+    tasks = {row.task for row in rows}
+    return [(task, figure) for task in TASKS if task in tasks for figure in COLUMNS.get(task, ("nll", "kl"))]
+
+
+def printed(rows: list[Row]) -> str:
+    """All that is to be said of the rows: the tables by budget, and how far ours is from the best press."""
+    return "\n\n".join(filter(None, (table(rows), differences(rows))))
+
+
+def table(rows: list[Row]) -> str:
     """Per budget, all methods by their needle NLL (or the first figure), means with 95 % intervals.
 
     More than WIDEST columns become a table per figure.
     """
     found = grouped(rows)
-    columns = [(task, figure) for task in tasks for figure in COLUMNS.get(task, ("nll", "kl"))]
+    columns = columns_of(rows)
+    most = {column: max((len(v) for key, v in found.items() if key[2:] == column), default=0) for column in columns}
     parts = [columns]
     if len(columns) > WIDEST:
         figures = dict.fromkeys(figure for _, figure in columns)
@@ -89,99 +110,61 @@ def table(rows: list[Row], tasks: list[str], intervals: bool = True) -> str:
     blocks = []
     for budget in sorted({row.budget for row in rows}, reverse=True):
         methods = {row.method for row in rows if row.budget == budget}
-        blocks.append(f"{budget:.1%} of the bytes".replace(".0%", "%"))
-        blocks += [_of_budget(found, budget, methods, part, intervals) for part in parts]
+        here = max(len(values) for key, values in found.items() if key[1] == budget)
+        blocks.append(f"{budget:.1%} of the bytes, {here} samples".replace(".0%", "%"))
+        blocks += [_of_budget(found, budget, methods, part, most) for part in parts]
     return "\n\n".join(blocks)
 
 
 def _of_budget(
     found: dict[tuple[str, float, str, str], list[float]], budget: float, methods: Iterable[str],
-    columns: list[tuple[str, str]], intervals: bool,
+    columns: list[tuple[str, str]], most: dict[tuple[str, str], int],
 ) -> str:  # fmt: skip
     """A table of one budget, its methods by the first column."""
 
     def rank(method: str) -> tuple[float, str]:
         return float(np.mean(found.get((method, budget, *columns[0]), [np.inf]))), method
 
-    counts = {name: [len(found.get((name, budget, *column), [])) for column in columns] for name in methods}
-    most = [max(column) for column in zip(*counts.values(), strict=True)]
-
-    def shown(method: str) -> str:
-        """The name, and if it was measured on fewer samples than others, on how many."""
-        return method if counts[method] == most else f"{method} ({min(counts[method])} samples)"
-
     body = [
-        (shown(method), *(_cell(found.get((method, budget, *column)), intervals) for column in columns))
+        (method, *(_cell(found.get((method, budget, *column)), most[column]) for column in columns))
         for method in sorted(methods, key=rank)
     ]
-    head = ("method", *(f"{task} {figure.upper() if figure != 'exact' else figure}" for task, figure in columns))
-    return format_table(head, body)
+    return format_table(("method", *map(_title, columns)), body)
 
 
-PANELS = (
-    ("needle_number", "nll", "needle: NLL of the answer"),
-    ("needle_number", "kl", "needle: KL on the question"),
-    ("prose", "kl", "prose: KL on what follows"),
-)
+def _title(column: tuple[str, str]) -> str:
+    task, figure = column
+    return f"{task} {figure.upper() if figure != 'exact' else figure}"
 
 
-def leaders(found: dict[tuple[str, float, str, str], list[float]], ours: set[str]) -> list[str]:
-    """Methods that are the best of ours, or of the others, in a panel at some budget."""
-    best = set()
-    for task, figure, _ in PANELS:
-        for budget in {key[1] for key in found if key[1] < 1}:
-            means = {key[0]: float(np.mean(v)) for key, v in found.items() if key[1:] == (budget, task, figure)}
-            for mine in (True, False):
-                group = [name for name in means if (name in ours) == mine]
-                best |= {min(group, key=lambda name: (means[name], name))} if group else set()
-    return sorted(best, key=lambda name: (name not in ours, name))
+def differences(rows: list[Row], mine: str = HIGHLIGHT, ours: frozenset[str] = OURS) -> str:
+    """Per budget and figure: ``mine`` minus the press whose mean is best, pair by pair; empty without presses.
 
-
-def plot(rows: list[Row], path: Path, ours: set[str], highlight: str) -> None:
-    """Quality against bytes: needle NLL, needle KL and prose KL of every method over the budgets.
-
-    Those that lead somewhere have colours and names, the rest are grey.
+    The press is the best of those that were measured on every sample that ``mine`` was; the interval is the bootstrap's
+    over samples of the differences, so what makes one sample harder than another does not widen it.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    found = grouped(rows)
-    panels = [panel for panel in PANELS if any(key[2:] == panel[:2] for key in found)]
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(4.6 * len(panels), 4.4), layout="constrained", squeeze=False
-    )
-    named = leaders(found, ours)
-    others = sorted({key[0] for key in found} - set(named))
-    colours = pyplot.get_cmap("tab10")
-    for axis, (task, name, title) in zip(axes[0], panels, strict=True):
-        for method in (*others, *named):
-            points = sorted(
-                (key[1], float(np.mean(v)))
-                for key, v in found.items()
-                if key[0] == method and key[1] < 1 and key[2:] == (task, name)
-            )
-            if not points:
+    by_sample: dict[tuple[float, str, str], dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        by_sample[row.budget, row.task, row.figure][row.method][row.index] = row.value
+    body = []
+    for budget in sorted({row.budget for row in rows}, reverse=True):
+        for column in columns_of(rows):
+            found = by_sample[budget, *column]
+            own = found.get(mine, {})
+            presses = {name: v for name, v in found.items() if name not in ours and own.keys() <= v.keys()}
+            if not own or not presses:
                 continue
-            leads, mine = method in named, method in ours
-            axis.plot(
-                *zip(*points, strict=True),
-                marker=("o" if mine else "x") if leads else None,
-                color=colours(named.index(method) % 10) if leads else "0.8",
-                linestyle="-" if mine else "--",
-                linewidth=3 if method == highlight else 1.4 if leads else 0.8,
-                markersize=5,
-                label=method if leads else f"{len(others)} others" if method == others[0] else None,
-                zorder=4 if method == highlight else 3 if leads else 2,
+            better = max if column[1] == "exact" else min
+            means = {name: float(np.mean([v[index] for index in own])) for name, v in presses.items()}
+            best = better(sorted(means), key=means.__getitem__)
+            paired = [own[index] - presses[best][index] for index in sorted(own)]
+            low, high = interval(paired)
+            gap = f"{_number(float(np.mean(paired)))} [{_number(low)}, {_number(high)}]"
+            share = f"{budget:.1%}".replace(".0%", "%")
+            body.append(
+                (share, _title(column), best, _number(means[best]), _number(float(np.mean(list(own.values())))), gap)
             )
-        axis.set(title=title, xscale="log", yscale="log", xlabel="share of the full cache's bytes")
-        axis.set_xticks([0.125, 0.25, 0.5], ["12.5 %", "25 %", "50 %"], minor=False)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("nats per token (lower is better)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    if not body:
+        return ""
+    head = ("bytes", "figure", "best press", "its mean", mine, "difference, paired")
+    return f"{mine} minus the best press\n\n" + format_table(head, body)

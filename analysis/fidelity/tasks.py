@@ -80,11 +80,11 @@ class Maker:
         self.tokenizer, self.length = tokenizer, length
         self.haystack = Haystack(tokenizer, texts)
 
-    def make(self, task: str, index: int, samples: int) -> Sample:
-        """Sample ``index`` of ``samples``, whose depths are spread evenly over the context."""
+    def make(self, task: str, index: int) -> Sample:
+        """Sample ``index``, whatever the number of samples: the depths of the first n are spread over the context."""
         if task not in TASKS:
             raise ValueError(f"tasks are {sorted(TASKS)}, got {task!r}")
-        depth = (index * 0.618034 + 0.5 / samples) % 1.0  # evenly spread, in an order that mixes shallow and deep
+        depth = (index * 0.618034 + 0.0125) % 1.0  # the golden ratio's multiples: evenly spread, shallow and deep mixed
         return TASKS[task](self, index, depth)
 
     def ids(self, text: str) -> list[int]:

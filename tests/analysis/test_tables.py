@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from analysis import tables
 from analysis.fidelity import report
-from analysis.fidelity.tasks import TASKS
 from analysis.splice import Documents, body_of
 from centroidkv.errors import EvaluationError
 
@@ -75,22 +79,39 @@ def test_a_failure_is_named_and_the_others_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "good.py").write_text("import sys; print('title\\n\\n| table |', sys.argv[1:])")
     bad, good = (tables.Table(name, str(tmp_path / f"{name}.py"), "'a b' {texts}", "--x") for name in ("bad", "good"))
     monkeypatch.setattr(tables, "TABLES", (bad, good))
+    (tmp_path / "out/tables").mkdir(parents=True)
+    (tmp_path / "out/tables/bad.txt").write_text("earlier")
     with pytest.raises(SystemExit, match="failed: bad"):
-        tables.main(["--small", "--results", str(tmp_path / "out"), "--texts", "topics"])
+        tables.main(["--small", "--results", str(tmp_path / "out")])
     assert (tmp_path / "out/tables/good.txt").read_text() == "title\n\n| table | ['a b', 'topics', '--x']\n"
-    assert not (tmp_path / "out/tables/bad.txt").exists()
+    assert not (tmp_path / "out/tables/bad.txt").exists()  # an earlier run's would be taken for this one's
     assert re.search(r"bad +\| \d+ +\| failed", capsys.readouterr().out)
 
 
 def test_a_missing_environment_is_named_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "run", lambda *_: pytest.fail("ran"))
-    with pytest.raises(SystemExit, match="make peers"):
-        tables.main(["--small", "--only", "tasks_*", "--results", str(tmp_path), "--peers", str(tmp_path / "none")])
+    (tmp_path / "bare").write_text("#!/bin/sh\nexit 1\n")  # a Python without kvpress
+    (tmp_path / "bare").chmod(0o755)
+    for python in ("none", ".", "bare"):
+        with pytest.raises(SystemExit, match=r"make peers.*kvpress"):
+            tables.main(["--small", "--only", "tasks_*", "--results", str(tmp_path), "--peers", str(tmp_path / python)])
+
+
+def test_missing_texts_are_named_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "run", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(tables, "ADDRESSES", tmp_path / "none")
+    found = ["--only", "tasks_*", "--results", str(tmp_path / "out"), "--peers"]
+    (tmp_path / "has").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "has").chmod(0o755)
+    with pytest.raises(SystemExit, match="datasets-sotu"):
+        tables.main([*found, str(tmp_path / "has")])
+    with pytest.raises(pytest.fail.Exception, match="ran"):
+        tables.main([*found, str(tmp_path / "has"), "--small"])
 
 
 def test_only_the_named_block_is_replaced(tmp_path):
     page = tmp_path / "page.md"
-    text = "a\n<!-- tables: x -->\n{}<!-- end -->\nb\n<!-- tables: y -->\nkept\n<!-- end -->\nc\n"
+    text = "a\n<!-- tables: x -->\n{}<!-- end: x -->\nb\n<!-- tables: y -->\nkept\n<!-- end: y -->\nc\n"
     page.write_text(text.format("old\n"))
     documents = Documents(tmp_path, ("page.md", "absent.md"))
     assert documents.put("x", "how it was called\n\n| new |\n")
@@ -101,21 +122,77 @@ def test_only_the_named_block_is_replaced(tmp_path):
 
 def test_documents_show_tables_that_there_are():
     assert set(BLOCKS) <= {table.name for table in tables.TABLES}
+    written = {table.name for table in tables.TABLES if table.command == "analysis.fidelity"}
+    assert set(BLOCKS) == written | {"decode_quality", "complexity", "attention_error"}
 
 
-def test_output_without_a_table_or_an_unclosed_block_changes_nothing(tmp_path):
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "<!-- tables: x -->\nold\n<!-- tables: y -->\nkept\n<!-- end: y -->\n",
+        "<!-- tables: x -->\nold\n\nProse.\n<!-- tables: y -->\nkept\n<!-- end: x -->\n<!-- end: y -->\n",
+        "<!-- tables: x -->\nold\n",
+        "<!-- tables: x --> \nold\n<!-- end: x -->\n",
+        "old\n<!-- end: x -->\n",
+    ],
+)
+def test_a_block_that_is_not_whole_is_refused_before_anything_is_measured(tmp_path, broken):
+    (tmp_path / "page.md").write_text(broken)
+    with pytest.raises(EvaluationError, match="belongs to no whole block"):
+        Documents(tmp_path, ("page.md",))
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"), [("only one paragraph", "lose its table"), ("first\n\n<!-- end: y -->", "taken for the end")]
+)
+def test_output_that_is_no_table_changes_nothing(tmp_path, printed, said):
     page = tmp_path / "page.md"
-    page.write_text(before := "<!-- tables: x -->\nold\n<!-- tables: y -->\nkept\n<!-- end -->\n")
-    documents = Documents(tmp_path, ("page.md",))
-    assert not documents.put("x", "first\n\nsecond")
-    with pytest.raises(EvaluationError, match="lose its table"):
-        documents.put("y", "only one paragraph")
+    page.write_text(before := "<!-- tables: y -->\nkept\n<!-- end: y -->\n")
+    with pytest.raises(EvaluationError, match=said):
+        Documents(tmp_path, ("page.md",)).put("y", printed)
     assert page.read_text() == before
+
+
+def test_published_output_goes_into_the_documents_and_one_without_a_table_is_named(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "analysis" / "README.md"
+    page.parent.mkdir()
+    page.write_text("<!-- tables: good -->\nold\n<!-- end: good -->\n")
+    (tmp_path / "good.py").write_text("print('title\\n\\n| new |')")
+    (tmp_path / "bare.py").write_text("print('title')")
+    found = tuple(tables.Table(name, str(tmp_path / f"{name}.py")) for name in ("bare", "good"))
+    (tmp_path / "bare.md").write_text("")
+    page.write_text(page.read_text() + "<!-- tables: bare -->\nkept\n<!-- end: bare -->\n")
+    monkeypatch.setattr(tables, "TABLES", found)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="failed: bare"):
+        tables.main([])
+    assert "| new |" in page.read_text()
+    assert "kept" in page.read_text()
+    assert "lose its table" in capsys.readouterr().out
+
+
+def test_a_command_ends_with_the_program_that_started_it(tmp_path):
+    (tmp_path / "long.py").write_text(
+        "import os, pathlib, sys, time\npathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    script = (
+        "import sys\nfrom analysis import tables\n"
+        f"tables.TABLES = (tables.Table('long', {str(tmp_path / 'long.py')!r}, {str(tmp_path / 'pid')!r}),)\n"
+        f"tables.main(['--small', '--results', {str(tmp_path / 'out')!r}])\n"
+    )
+    program = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.DEVNULL)
+    for _ in range(600):
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            break
+        time.sleep(0.1)
+    child = int((tmp_path / "pid").read_text())
+    program.terminate()
+    assert program.wait(timeout=60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 @pytest.mark.parametrize("name", [table.name for table in tables.TABLES if table.command == "analysis.fidelity"])
 def test_documents_show_the_stored_figures(name):
     cells = json.loads((ROOT / "analysis" / "results" / f"{name}.json").read_text())["cells"]
-    rows = report.flatten(cells)
-    tasks = [task for task in TASKS if any(row.task == task for row in rows)]
-    assert BLOCKS[name] == body_of(f"title\n\n{report.table(rows, tasks)}")
+    assert BLOCKS[name] == body_of(f"title\n\n{report.printed(report.flatten(cells))}")
