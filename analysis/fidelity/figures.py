@@ -31,9 +31,7 @@ class Figures(Store):
 
     def _load(self, found: dict[str, Any]) -> None:
         if "methods" not in found:
-            raise EvaluationError(
-                f"{self.path} does not say what its methods were (an earlier format); use another file"
-            )
+            raise EvaluationError(f"{self.path} does not say what its methods were (earlier format); use another")
         super()._load(found)
         self.environments, self.methods = found["environments"], found["methods"]
 
