@@ -81,7 +81,7 @@ tables: $(VENV)/.gemma $(PEERS)/.ready $(VLLM)/.ready ## Every table and plot of
 	$(TABLES) $(TABLES_ARGS)
 
 fidelity: $(VENV)/.gemma $(PEERS)/.ready ## Quality against kvpress on two models (what is not in analysis/results yet; hours for all of it)
-	$(TABLES) --only 'fidelity_*' 'tasks_*' 'aware_*' 'ablation_*' 'clusterings_*' $(TABLES_ARGS)
+	$(TABLES) --only 'fidelity_*' choosing 'tasks_*' 'aware_*' 'ablation_*' 'clusterings_*' $(TABLES_ARGS)
 
 bench: $(VENV)/.test ## Times of rounds, decoding and generation; kernels compiled for GPUs that are not there (half an hour)
 	$(TABLES) --only 'bench_*' compile_kernels kernel_bytes $(TABLES_ARGS)

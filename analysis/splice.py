@@ -7,7 +7,7 @@ from pathlib import Path
 
 from centroidkv.errors import EvaluationError
 
-SHOWN = ("analysis/README.md", "analysis/quality.md")
+SHOWN = ("README.md", "analysis/README.md", "analysis/quality.md")
 MARK = re.compile(r"<!--\s*(?:tables|end)\s*:")
 BLOCK = re.compile(r"<!-- tables: (?P<name>[\w.-]+) -->\n(?P<body>(?:(?!<!--).)*)<!-- end: (?P=name) -->\n", re.DOTALL)
 

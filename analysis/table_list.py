@@ -48,13 +48,18 @@ TABLES = (
     _fidelity(
         "fidelity_gemma3-270m", f"--methods {SIX} --picture {{pictures}}/fidelity_gemma3-270m.png", model="gemma3-270m"
     ),
+    Table(
+        "choosing",
+        "analysis.choosing",
+        "{results}/fidelity_smollm2.json {results}/fidelity_gemma3-270m.json",
+        small="--budgets 0.25",
+    ),
     _fidelity("tasks_smollm2", f"--methods {FEW} --tasks {OTHERS}"),
     _fidelity("aware_smollm2", f"--methods {FEW} --tasks needle_number --budgets 0.25 --protocol aware"),
     _fidelity("ablation_smollm2", "--ablation --budgets 0.25", samples=12),
     _fidelity(
         "clusterings_smollm2",
         "--methods centroidkv 'all pairs' kmeans 'random pairs' 'merge after eviction' --tasks prose --budgets 0.25",
-        samples=12,
     ),
     Table(
         "ruler",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import tables
+from analysis import choosing, tables
 from analysis.fidelity import report
 from analysis.splice import Documents, body_of
 from centroidkv.errors import EvaluationError
@@ -123,7 +123,20 @@ def test_only_the_named_block_is_replaced(tmp_path):
 def test_documents_show_tables_that_there_are():
     assert set(BLOCKS) <= {table.name for table in tables.TABLES}
     written = {table.name for table in tables.TABLES if table.command == "analysis.fidelity"}
-    assert set(BLOCKS) == written | {"decode_quality", "complexity", "attention_error"}
+    assert set(BLOCKS) == written | {"decode_quality", "complexity", "attention_error", "choosing"}
+
+
+def test_the_readme_shows_the_stored_figures(capsys):
+    choosing.main(
+        [str(ROOT / "analysis" / "results" / f"fidelity_{model}.json") for model in ("smollm2", "gemma3-270m")]
+    )
+    assert BLOCKS["choosing"] == body_of(capsys.readouterr().out)
+
+
+def test_a_figure_that_is_missing_is_named(tmp_path):
+    (tmp_path / "f.json").write_text(json.dumps({"settings": {"model": "m"}, "cells": {}}))
+    with pytest.raises(EvaluationError, match=r"no needle NLL of full cache at \[1.0\]"):
+        choosing.main([str(tmp_path / "f.json")])
 
 
 @pytest.mark.parametrize(
