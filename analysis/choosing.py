@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.fidelity.contenders import FULL
-from analysis.fidelity.report import Row, flatten, grouped
+from analysis.fidelity.contenders import FULL, OURS
+from analysis.fidelity.report import Grouped, flatten, grouped
 from centroidkv.cli.demo import format_table
 from centroidkv.errors import EvaluationError
 
@@ -21,15 +21,14 @@ SHOWN = (FULL, "balanced", "centroidkv", "Compactor", "LeverageScore", "Expected
 COLUMNS = (("needle_number", "nll", "needle NLL", 2), ("prose", "kl", "prose KL", 3))
 
 
-def line(method: str, files: Sequence[list[Row]], budgets: Sequence[float]) -> tuple[str, ...]:
+def line(method: str, files: Sequence[Grouped], budgets: Sequence[float]) -> tuple[str, ...]:
     """A method's means over the budgets, task by task and file by file.
 
     Raises:
         EvaluationError: a file lacks one of them.
     """
     cells = []
-    for rows in files:
-        found = grouped(rows)
+    for found in files:
         for task, figure, title, digits in COLUMNS:
             shares = [1.0] if method == FULL else budgets
             missing = [share for share in shares if (method, share, task, figure) not in found]
@@ -37,7 +36,7 @@ def line(method: str, files: Sequence[list[Row]], budgets: Sequence[float]) -> t
                 raise EvaluationError(f"no {title} of {method} at {missing} of the bytes; measure it: make fidelity")
             means = [float(np.mean(found[method, share, task, figure])) for share in shares]
             cells.append(" / ".join(f"{mean:.{digits}f}" for mean in means))
-    return (f"`{method}`" if method in SHOWN[1:3] else method, *cells)
+    return (f"`{method}`" if method in OURS else method, *cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
     options = parser.parse_args(arguments)
     stored = [json.loads(path.read_text()) for path in options.results]
-    files = [flatten(each["cells"]) for each in stored]
+    files = [grouped(flatten(each["cells"])) for each in stored]
     shares = " / ".join(f"{100 * budget:g}" for budget in options.budgets)
     print(f"means over samples; at {shares} % of the bytes\n")
     titles = [f"{each['settings']['model']}: {title}" for each in stored for _, _, title, _ in COLUMNS]

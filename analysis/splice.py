@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from analysis.store import write_text
 from centroidkv.errors import EvaluationError
 
 SHOWN = ("README.md", "analysis/README.md", "analysis/quality.md")
@@ -34,10 +35,9 @@ class Documents:
     def __init__(self, root: Path, names: tuple[str, ...] = SHOWN) -> None:
         self.paths = [root / name for name in names if (root / name).exists()]
         for path in self.paths:
-            text = path.read_text(encoding="utf-8")
-            stray = MARK.search(BLOCK.sub("", text))
-            if stray:
-                line = BLOCK.sub("", text)[stray.start() :].partition("\n")[0]
+            rest = BLOCK.sub("", path.read_text(encoding="utf-8"))
+            if stray := MARK.search(rest):
+                line = rest[stray.start() :].partition("\n")[0]
                 raise EvaluationError(
                     f"{path}: {line!r} belongs to no whole block; those are '<!-- tables: NAME -->', the table and "
                     f"'<!-- end: NAME -->', the marks alone on their lines"
@@ -57,8 +57,6 @@ class Documents:
             for found in reversed(blocks):
                 text = text[: found.start("body")] + body_of(printed) + text[found.end("body") :]
             if blocks:
-                part = path.with_name(path.name + ".part")
-                part.write_text(text, encoding="utf-8")
-                part.replace(path)
+                write_text(path, text)
                 shown = True
         return shown

@@ -52,12 +52,17 @@ def triton_version() -> str:
     return version("triton") if find_spec("triton") else "not installed"
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_text(path: Path, text: str) -> None:
     """Replace the file in one step, so that an interrupted run leaves a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace the file by ``content`` as JSON, in one step."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 class Store:

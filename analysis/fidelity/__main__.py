@@ -23,7 +23,7 @@ from tqdm import tqdm
 from analysis.fidelity import leaderboard, picture, presses, report
 from analysis.fidelity.ablations import ABLATIONS, COMPARED
 from analysis.fidelity.contenders import FULL, Contender, all_contenders, full_states
-from analysis.fidelity.figures import Figures
+from analysis.fidelity.figures import Figures, label
 from analysis.fidelity.prefill import cache_of, prefill, read
 from analysis.fidelity.score import measure
 from analysis.fidelity.tasks import TASKS, Maker, Sample
@@ -36,11 +36,6 @@ DEFAULT_TASKS = {"agnostic": ["needle_number", "prose"], "aware": ["needle_numbe
 
 TOLERATED = 1.005
 """Times its share that a method may hold: PyramidKV rounds the slots of its layers."""
-
-
-def label(contender: str, budget: float) -> str:
-    """The key of one method at one budget in a sample's cell."""
-    return f"{contender}@{budget:g}"
 
 
 def run_sample(
@@ -150,7 +145,7 @@ def measure_all(options: argparse.Namespace, store: Figures) -> None:
         sample = sample.aware() if options.protocol == "aware" else sample
         figures = run_sample(model, sample, contenders, options.budgets, store.known(key))
         if figures:
-            store.put(key, figures)
+            store.add(key, figures)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ from centroidkv.records import Budget
 
 FULL = "full cache"
 
+OURS: dict[str, Callable[[Budget], Compressor]] = {**presets.ALL, **ABLATIONS, **CLUSTERINGS}
+"""What is ours among the methods: every preset, the default's ablations and the other clusterings, by a budget."""
+
 
 def full_states(filled: Prefill) -> list[KVState]:
     """Every layer as it is, each token its own slot."""
@@ -32,7 +35,6 @@ class Contender:
     """
 
     name: str
-    ours: bool
     states: Callable[[Any, Prefill, float], list[KVState]]
     described: Callable[[float], str]
     clusters: bool = False
@@ -87,14 +89,13 @@ def ours(name: str, make: Callable[[Budget], Compressor]) -> Contender:
         lines = repr(make(Budget.ratio(share))).splitlines()
         return " ".join(" ".join(line.split()) for line in lines if not line.lstrip().startswith("backend"))
 
-    return Contender(name, True, states, described, clusters=not evicts)
+    return Contender(name, states, described, clusters=not evicts)
 
 
 def press(name: str, make: Callable[[float], Any]) -> Contender:
     """A kvpress press, by a function of the share of slots to remove."""
     return Contender(
         name,
-        False,
         lambda model, filled, share: presses.press_states(model, make(1 - share), filled),
         lambda share: repr(make(1 - share)),
     )
@@ -102,6 +103,6 @@ def press(name: str, make: Callable[[float], Any]) -> Contender:
 
 def all_contenders() -> list[Contender]:
     """Every preset, its ablations, the other clusterings, and every press that is installed."""
-    return [ours(name, make) for name, make in (presets.ALL | ABLATIONS | CLUSTERINGS).items()] + [
+    return [ours(name, make) for name, make in OURS.items()] + [
         press(name, make) for name, make in presses.makers().items()
     ]

@@ -10,6 +10,17 @@ from analysis.store import Store
 from centroidkv.errors import EvaluationError
 
 
+def label(method: str, budget: float) -> str:
+    """The key of one method at one budget in a sample's cell."""
+    return f"{method}@{budget:g}"
+
+
+def method_and_budget(label: str) -> tuple[str, float]:
+    """What :func:`label` made it of."""
+    method, _, budget = label.rpartition("@")
+    return method, float(budget)
+
+
 class Figures(Store):
     """A store whose cells ``task/index`` hold figures by ``method@budget``.
 
@@ -58,15 +69,15 @@ class Figures(Store):
         """
         changed = [label for label, what in methods.items() if self.methods.get(label, what) != what]
         if changed:
-            names = sorted({label.rpartition("@")[0] for label in changed})
+            names = sorted({method_and_budget(label)[0] for label in changed})
             raise EvaluationError(
                 f"{self.path} holds figures of {names} as they were ({self.methods[changed[0]]}; now "
                 f"{methods[changed[0]]}): measure them anew, --again {' '.join(map(repr, names))}, or use another file"
             )
         self.methods |= methods
 
-    def put(self, key: str, figures: dict[str, Any]) -> None:
-        """Add figures by label to a cell, and write the file."""
+    def add(self, key: str, figures: dict[str, Any]) -> None:
+        """Add figures by label to those of a cell, and write the file."""
         if self.environment not in self.environments:
             self.environments.append(self.environment)
         mine = self.environments.index(self.environment)

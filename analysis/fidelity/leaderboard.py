@@ -19,15 +19,13 @@ from analysis.fidelity.report import Row, grouped
 
 def write(rows: list[Row], folder: Path, settings: dict[str, Any]) -> list[Path]:
     """Write the folders and return them. A task's score is its exact-answer share in per cent, as RULER's is."""
-    by_run: dict[tuple[str, float], dict[str, dict[str, float]]] = {}
-    samples: dict[tuple[str, float], dict[str, int]] = {}
+    by_run: dict[tuple[str, float], dict[str, list[float]]] = {}
     for (method, budget, task, figure), values in grouped(rows).items():
         if figure == "exact":
-            scores = by_run.setdefault((method, budget), {})
-            scores[task] = {"string_match": round(100 * float(np.mean(values)), 2)}
-            samples.setdefault((method, budget), {})[task] = len(values)
+            by_run.setdefault((method, budget), {})[task] = values
     folders = []
-    for (method, budget), scores in sorted(by_run.items()):
+    for (method, budget), exact in sorted(by_run.items()):
+        scores = {task: {"string_match": round(100 * float(np.mean(values)), 2)} for task, values in exact.items()}
         ratio = round(1 - budget, 4)
         press = "no_press" if method == FULL else method.replace(" ", "_")
         digits = f"{ratio:.2f}" if round(ratio, 2) == ratio else f"{ratio:g}"
@@ -42,7 +40,7 @@ def write(rows: list[Row], folder: Path, settings: dict[str, Any]) -> list[Path]
             "press_name": press,
             "compression_ratio": ratio,
             "query_aware": settings["protocol"] == "aware",
-            "samples": min(samples[method, budget].values()),
+            "samples": min(map(len, exact.values())),
         }
         # Scalars as JSON are YAML too, so no YAML library is needed to write them.
         (target / "config.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in config.items()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 
-from analysis.fidelity.report import HIGHLIGHT, OURS, Row, grouped
+from analysis.fidelity.contenders import OURS
+from analysis.fidelity.report import HIGHLIGHT, Row, grouped, samples_of
 from centroidkv.errors import EvaluationError
 
 PANELS = (
@@ -19,13 +21,11 @@ PANELS = (
 def complete(rows: list[Row]) -> dict[tuple[str, float, str, str], float]:
     """Means by (method, budget, task, figure) of those measured on all samples: others are means of other texts."""
     found = grouped(rows)
-    most: dict[tuple[str, str], int] = {}
-    for (_, _, *column), values in found.items():
-        most[tuple(column)] = max(len(values), most.get(tuple(column), 0))
+    most = samples_of(found)
     return {key: float(np.mean(v)) for key, v in found.items() if len(v) == most[key[2:]]}
 
 
-def leaders(found: dict[tuple[str, float, str, str], float], ours: frozenset[str]) -> list[str]:
+def leaders(found: dict[tuple[str, float, str, str], float], ours: Collection[str]) -> list[str]:
     """Methods that are the best of ours, or of the others, in a panel at some budget; ``found`` holds means."""
     best = set()
     for task, figure, _ in PANELS:
@@ -37,7 +37,7 @@ def leaders(found: dict[tuple[str, float, str, str], float], ours: frozenset[str
     return sorted(best, key=lambda name: (name not in ours, name))
 
 
-def plot(rows: list[Row], path: Path, ours: frozenset[str] = OURS, highlight: str = HIGHLIGHT) -> None:
+def plot(rows: list[Row], path: Path, ours: Collection[str] = OURS, highlight: str = HIGHLIGHT) -> None:
     """Needle NLL, needle KL and prose KL of every method over the budgets, where it was measured on all samples.
 
     Those that lead somewhere have colours and names, the rest are grey.

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import bootstrap
 
-from analysis.fidelity.ablations import ABLATIONS
-from analysis.fidelity.clusterings import CLUSTERINGS
+from analysis.fidelity.contenders import OURS
+from analysis.fidelity.figures import method_and_budget
 from analysis.fidelity.tasks import TASKS
-from centroidkv import presets
 from centroidkv.cli.demo import format_table
-
-OURS = frozenset({*presets.ALL, *CLUSTERINGS, *ABLATIONS})
-"""What is ours among the methods; the rest are presses."""
 
 HIGHLIGHT = "balanced"
 """The preset that is held against the presses."""
@@ -27,6 +23,10 @@ COLUMNS = {"needle_number": ("nll", "exact", "kl"), "prose": ("kl",)}
 
 WIDEST = 6
 """Columns of figures that one table shows."""
+
+
+Grouped = dict[tuple[str, float, str, str], list[float]]
+"""Values of all samples by (method, budget, task, figure)."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ def flatten(cells: dict[str, dict]) -> list[Row]:
     for key, cell in cells.items():
         task, index = key.split("/")
         for label, figures in cell["figures"].items():
-            method, budget = label.rsplit("@", 1)
-            rows += [Row(method, float(budget), task, name, int(index), value) for name, value in figures.items()]
+            method, budget = method_and_budget(label)
+            rows += [Row(method, budget, task, name, int(index), value) for name, value in figures.items()]
     return rows
 
 
-def grouped(rows: Iterable[Row]) -> dict[tuple[str, float, str, str], list[float]]:
+def grouped(rows: Iterable[Row]) -> Grouped:
     """Values of all samples by (method, budget, task, figure)."""
-    found: dict[tuple[str, float, str, str], list[float]] = defaultdict(list)
+    found: Grouped = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.index):
         found[row.method, row.budget, row.task, row.figure].append(row.value)
     return found
@@ -75,13 +75,29 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
+def _percent(budget: float) -> str:
+    return f"{budget:.1%}".replace(".0%", "%")
+
+
+def _mean(values: list[float]) -> str:
+    """Mean and interval."""
+    low, high = interval(values)
+    return f"{_number(float(np.mean(values)))} [{_number(low)}, {_number(high)}]"
+
+
 def _cell(values: list[float] | None, most: int) -> str:
     """Mean and interval, and the number of samples if others have more."""
     if not values:
         return "-"
-    low, high = interval(values)
-    fewer = f", {len(values)} samples" if len(values) < most else ""
-    return f"{_number(float(np.mean(values)))} [{_number(low)}, {_number(high)}]{fewer}"
+    return _mean(values) + (f", {len(values)} samples" if len(values) < most else "")
+
+
+def samples_of(found: Grouped) -> dict[tuple[str, str], int]:
+    """By (task, figure) of grouped rows, the most samples that any method has at any budget."""
+    most: dict[tuple[str, str], int] = defaultdict(int)
+    for (_, _, task, figure), values in found.items():
+        most[task, figure] = max(most[task, figure], len(values))
+    return most
 
 
 def columns_of(rows: list[Row]) -> list[tuple[str, str]]:
@@ -102,7 +118,7 @@ def table(rows: list[Row]) -> str:
     """
     found = grouped(rows)
     columns = columns_of(rows)
-    most = {column: max((len(v) for key, v in found.items() if key[2:] == column), default=0) for column in columns}
+    most = samples_of(found)
     parts = [columns]
     if len(columns) > WIDEST:
         figures = dict.fromkeys(figure for _, figure in columns)
@@ -111,13 +127,13 @@ def table(rows: list[Row]) -> str:
     for budget in sorted({row.budget for row in rows}, reverse=True):
         methods = {row.method for row in rows if row.budget == budget}
         here = max(len(values) for key, values in found.items() if key[1] == budget)
-        blocks.append(f"{budget:.1%} of the bytes, {here} samples".replace(".0%", "%"))
+        blocks.append(f"{_percent(budget)} of the bytes, {here} samples")
         blocks += [_of_budget(found, budget, methods, part, most) for part in parts]
     return "\n\n".join(blocks)
 
 
 def _of_budget(
-    found: dict[tuple[str, float, str, str], list[float]], budget: float, methods: Iterable[str],
+    found: Grouped, budget: float, methods: Iterable[str],
     columns: list[tuple[str, str]], most: dict[tuple[str, str], int],
 ) -> str:  # fmt: skip
     """A table of one budget, its methods by the first column."""
@@ -137,7 +153,7 @@ def _title(column: tuple[str, str]) -> str:
     return f"{task} {figure.upper() if figure != 'exact' else figure}"
 
 
-def differences(rows: list[Row], mine: str = HIGHLIGHT, ours: frozenset[str] = OURS) -> str:
+def differences(rows: list[Row], mine: str = HIGHLIGHT, ours: Collection[str] = OURS) -> str:
     """Per budget and figure: ``mine`` minus the press whose mean is best, pair by pair; empty without presses.
 
     The press is the best of those that were measured on every sample that ``mine`` was; the interval is the bootstrap's
@@ -158,11 +174,9 @@ def differences(rows: list[Row], mine: str = HIGHLIGHT, ours: frozenset[str] = O
             means = {name: float(np.mean([v[index] for index in own])) for name, v in presses.items()}
             best = better(sorted(means), key=means.__getitem__)
             paired = [own[index] - presses[best][index] for index in sorted(own)]
-            low, high = interval(paired)
-            gap = f"{_number(float(np.mean(paired)))} [{_number(low)}, {_number(high)}]"
-            share = f"{budget:.1%}".replace(".0%", "%")
+            own_mean = float(np.mean(list(own.values())))
             body.append(
-                (share, _title(column), best, _number(means[best]), _number(float(np.mean(list(own.values())))), gap)
+                (_percent(budget), _title(column), best, _number(means[best]), _number(own_mean), _mean(paired))
             )
     if not body:
         return ""

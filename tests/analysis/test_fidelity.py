@@ -13,9 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from analysis.fidelity import __main__ as program
 from analysis.fidelity import leaderboard, picture, presses, report
 from analysis.fidelity.__main__ import run_sample
-from analysis.fidelity.ablations import ABLATIONS
-from analysis.fidelity.clusterings import CLUSTERINGS
-from analysis.fidelity.contenders import FULL, Contender, all_contenders, full_states, ours
+from analysis.fidelity.contenders import FULL, OURS, Contender, all_contenders, full_states, ours
 from analysis.fidelity.figures import Figures
 from analysis.fidelity.prefill import cache_of, prefill, read
 from analysis.fidelity.score import measure
@@ -103,12 +101,9 @@ def test_worse_caches_score_worse(tiny, sample):
 
 
 def test_a_method_that_holds_more_than_its_share_is_refused(tiny, sample):
-    greedy = Contender("greedy", False, lambda model, filled, share: full_states(filled), lambda share: "all")
+    greedy = Contender("greedy", lambda model, filled, share: full_states(filled), lambda share: "all")
     with pytest.raises(EvaluationError, match=r"greedy holds \d+ bytes of \d+ where 0.5"):
         run_sample(tiny, sample, [greedy], [0.5], {})
-
-
-OURS = presets.ALL | ABLATIONS | CLUSTERINGS
 
 
 @pytest.mark.parametrize("method", sorted(OURS))
@@ -239,11 +234,11 @@ def test_figures_say_what_they_were_measured_with_and_on_what(tmp_path, monkeypa
     path = tmp_path / "f.json"
     store = Figures(path, {"length": 8}, {"kvpress": "1"})
     store.describe({"a@0.5": "a, as it is"})
-    store.put("prose/0", {"a@0.5": {"kl": 1.0}})
+    store.add("prose/0", {"a@0.5": {"kl": 1.0}})
     monkeypatch.setattr("analysis.store.environment", lambda: {"commit": "later"})
     later = Figures(path, {"length": 8}, {"kvpress": "2"})
     later.describe({"a@0.5": "a, as it is", "b@0.5": "b"})
-    later.put("prose/0", {"b@0.5": {"kl": 2.0}})
+    later.add("prose/0", {"b@0.5": {"kl": 2.0}})
     held = json.loads(path.read_text())
     by = {label: held["environments"][number] for label, number in held["cells"]["prose/0"]["environment"].items()}
     assert by["a@0.5"]["kvpress"] == "1"
@@ -260,11 +255,11 @@ def test_figures_say_what_they_were_measured_with_and_on_what(tmp_path, monkeypa
 
 def test_a_file_that_another_process_writes_is_not_overwritten(tmp_path):
     first, second = (Figures(tmp_path / "f.json", {}) for _ in range(2))
-    first.put("prose/0", {"a@0.5": {"kl": 1.0}})
+    first.add("prose/0", {"a@0.5": {"kl": 1.0}})
     with pytest.raises(EvaluationError, match="another process has written"):
-        second.put("prose/1", {"a@0.5": {"kl": 1.0}})
+        second.add("prose/1", {"a@0.5": {"kl": 1.0}})
     assert list(Figures(tmp_path / "f.json", {}).cells) == ["prose/0"]
-    first.put("prose/1", {"a@0.5": {"kl": 1.0}})
+    first.add("prose/1", {"a@0.5": {"kl": 1.0}})
 
 
 def test_descriptions_hold_every_setting_and_nothing_of_this_machine():
@@ -290,7 +285,7 @@ def test_a_report_of_all_that_a_file_holds(tmp_path, capsys):
     store = Figures(
         tmp_path / "f.json", {"model": "m", "texts": "topics", "protocol": "aware", "length": 9, "samples": 1}
     )
-    store.put("needle_number/0", {"a@0.5": {"nll": 0.25, "kl": 0.5, "exact": 1.0}})
+    store.add("needle_number/0", {"a@0.5": {"nll": 0.25, "kl": 0.5, "exact": 1.0}})
     shared = ["--model", "m", "--protocol", "aware", "--length", "9", "--samples", "1", "--report-only"]
     program.main([*shared, "--results", str(tmp_path / "f.json")])
     assert "0.250 [0.250, 0.250]" in capsys.readouterr().out
