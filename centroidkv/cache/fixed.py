@@ -207,7 +207,7 @@ class FixedState(GrowingState):
         """As in a GrowingState, any number of tokens; not inside a compiled graph."""
         self.settle()
         # Buffers hold no padding, so their slots are not the mask's columns even before anything was merged.
-        packed = self._kept is not None and self._kept.slots != self._logical
+        packed = any(clock.live != self._logical for clock in self._clocks)
         seen = super().append(keys, values, real, queries, degrees or packed)
         self._store()
         return seen

@@ -20,7 +20,13 @@ from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_r
 from centroidkv.integrations.transformers.forward_pass import ForwardPass
 from centroidkv.integrations.transformers.heads import check_heads
 from centroidkv.integrations.transformers.layer import CentroidLayer
-from centroidkv.integrations.transformers.layout import RefusesStates, UnboundLayers, lay_out, warn_of_nothing
+from centroidkv.integrations.transformers.layout import (
+    RefusesStates,
+    UnboundLayers,
+    lay_out,
+    warn_of_nothing,
+    warn_of_room,
+)
 from centroidkv.integrations.transformers.release import query_length as tokens_asked
 from centroidkv.integrations.transformers.release import shared_kwargs, text_config, tokens_to_remove
 from centroidkv.integrations.transformers.rope import rotary_of
@@ -68,6 +74,7 @@ class CentroidCache(RefusesStates, Cache):
         self.compressor, self.interval, self.rotary, self.storage = compressor, interval, rotary, storage
         self.capacity = capacity
         self._new_layer(compressor, rotary)  # refuses bad arguments now, not at the first token
+        self._warned = False
         self._told = None if config is None else text_config(config)
         self.reset()
 
@@ -87,7 +94,10 @@ class CentroidCache(RefusesStates, Cache):
         if rotary is None and self.compressor.needs_rotary:
             rotary = rotary_of(config)
         full = [index for index, stock in enumerate(planned) if stock is None]
-        own = iter(self.compressor.for_layers(depths_of(full, len(planned))))
+        compressors = self.compressor.for_layers(depths_of(full, len(planned)))
+        if not self._warned:
+            warn_of_room(compressors, config)
+        self._warned, own = True, iter(compressors)
         self.layers = [self._new_layer(next(own), rotary) if stock is None else stock for stock in planned]
         self._pass.config = config
         if self._recording:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from centroidkv.errors import BackendError
 
 MAX_DEPTH = 16
 """Frames between ``update`` and the attention module's forward: two in plain models, a few more under wrappers."""
+OUTWARD = 32
+"""Frames from there to the forward of the model, which was given the 2-D padding mask."""
 
 
 CROSS = ("key_value_states", "cross_attention_states")
@@ -35,6 +38,8 @@ class Caller:
         query_states: its queries.
         mask_seen: whether it has an argument named attention_mask, so that None means that there is no mask.
         crosses: whether it attends to another model's states (an encoder's, an image's).
+        padding_mask: the 2-D mask ``[B, tokens]``, 1 for tokens, that the model was given, if any. The module's mask is
+            made from it and may leave out its first columns.
     """
 
     module: Any
@@ -42,6 +47,7 @@ class Caller:
     query_states: Any = None
     mask_seen: bool = True
     crosses: bool = False
+    padding_mask: Tensor | None = None
 
 
 def find_caller() -> Caller | None:
@@ -59,8 +65,22 @@ def find_caller() -> Caller | None:
                 local.get("query_states"),
                 mask_seen="attention_mask" in local,
                 crosses=any(local.get(name) is not None for name in CROSS),
+                padding_mask=_padding_mask(frame),
             )
         frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _padding_mask(frame: FrameType) -> Tensor | None:
+    """The nearest 2-D mask among the arguments named attention_mask, from ``frame`` outward."""
+    outer: FrameType | None = frame
+    for _ in range(OUTWARD):
+        if outer is None:
+            return None
+        mask = outer.f_locals.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            return mask
+        outer = outer.f_back
     return None
 
 

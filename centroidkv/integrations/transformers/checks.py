@@ -124,6 +124,19 @@ def check_stock_mask(mask: Any, old: int, step: Step) -> None:
     step.old_slots(mask, slots, bool_per_slot=False)
 
 
+def check_padding_mask(mask: Tensor | None, padding: Tensor | None, old: int) -> None:
+    """Refuse a 2-D mask that says something else of the first ``old`` columns than what was padding when they came."""
+    if mask is None or mask.shape[1] < old:
+        return
+    hides = mask[:, :old] == 0
+    if bool((hides if padding is None else hides != padding.to(hides.device)).any()):
+        raise CacheError(
+            "the attention mask hides or shows other tokens before this step than when they came, and some of them are "
+            "clustered by now. Pass the mask as it was, with 1 for every new token (generate makes one of its own from "
+            f"pad tokens among the ids unless it is given one). {LOST}"
+        )
+
+
 def attention_classes(config: Any) -> list[Any]:
     """The attention modules of a model that cannot be seen at work, by its configuration: those that feed a cache."""
     modelling = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))

@@ -82,6 +82,8 @@ class ForwardPass:
         start = layers[0].logical if layers else 0
         columns = self.columns.add(real, start)
         step = Step(new, start + new, columns, real, caller is None or caller.mask_seen, self._mask)
+        if self.clustered and caller is not None:
+            checks.check_padding_mask(caller.padding_mask, self.columns.between(0, start), start)
         if self.clustered and self.by_handover and isinstance(mask, Tensor) and mask.ndim == 4:
             step.old_slots(mask, layers[0].physical + new)
         self.step, self.columns = step, columns

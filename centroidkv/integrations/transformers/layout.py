@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from centroidkv.compressor import Compressor
 from centroidkv.errors import BudgetNotMetWarning, CacheError
 from centroidkv.integrations.transformers.release import text_config
 
@@ -75,6 +77,20 @@ def warn_of_nothing(planned: list[Any], config: Any) -> None:
             "caches: CentroidCache leaves them as they are and compresses nothing",
             BudgetNotMetWarning,
             stacklevel=3,
+        )
+
+
+def warn_of_room(layers: Sequence[Compressor], config: Any) -> None:
+    """Say so where no layer will ever be compressed, because a share of all tokens cannot hold what is preserved."""
+    longest = getattr(config, "max_position_embeddings", None) or 2**20
+    if layers and not any(layer.fits(longest) for layer in layers):
+        least = max(layers, key=lambda layer: layer.budget.slots(longest))
+        warnings.warn(
+            f"nothing will be compressed within the {longest} tokens this {config.model_type!r} model is made for: "
+            f"{least.budget!r} is {least.budget.slots(longest)} slots then, too few for what is preserved "
+            f"({', '.join(map(repr, least.preservers.members))}) and a centroid. Raise the budget or preserve less",
+            BudgetNotMetWarning,
+            stacklevel=4,
         )
 
 

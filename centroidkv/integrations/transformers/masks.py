@@ -41,10 +41,8 @@ def is_made_from_padding(mask: Tensor) -> bool:
 
 
 def hidden(mask: Tensor) -> Tensor:
-    """Where a mask hides: False in a bool mask, 0 in one of whole numbers, HIDDEN or less in an additive one."""
-    if mask.dtype == torch.bool:
-        return ~mask
-    return mask <= HIDDEN if mask.is_floating_point() else mask == 0
+    """Where a 4-D mask hides: False in a bool mask, HIDDEN or less in an additive one."""
+    return ~mask if mask.dtype == torch.bool else mask <= HIDDEN
 
 
 def real_columns(mask: Any, batch: int, new: int) -> Tensor | None:
@@ -65,7 +63,7 @@ def real_columns(mask: Any, batch: int, new: int) -> Tensor | None:
     if mask is None:
         return None
     if isinstance(mask, Tensor) and mask.ndim == 2:
-        real = ~hidden(mask[:, -new:])
+        real = mask[:, -new:] != 0
     elif isinstance(mask, Tensor) and mask.ndim == 4:
         tail = mask[..., -new:]
         real = _seen(
