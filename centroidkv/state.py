@@ -9,16 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from centroidkv.errors import (
-    DeviceError,
-    DtypeError,
-    GradientError,
-    MaskError,
-    NonFiniteError,
-    PositionOrderError,
-    RotaryError,
-    ShapeError,
-)
+from centroidkv.errors import DeviceError, DtypeError, NonFiniteError, PositionOrderError, RotaryError, ShapeError
+from centroidkv.guards import real_tokens
 from centroidkv.ranges import all_finite, require_finite
 from centroidkv.rotary import Rotary
 
@@ -108,7 +100,7 @@ class KVState:
                 )
             if mask.device != keys.device:
                 raise DeviceError(f"mask is on {mask.device}, keys are on {keys.device}; move them to one device")
-            real = _real(mask)
+            real = real_tokens(mask)
         # Padding repeats its left neighbour's number, which keeps positions ascending along T.
         numbers = (real.long().cumsum(-1) - 1).clamp(min=0)
         return cls(
@@ -258,40 +250,6 @@ def gather_slots(data: Tensor, index: Tensor) -> Tensor:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type sums and scores are taken in: float32, or float64 for float64 storage."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def refuse_gradients(what: str, *tensors: Tensor) -> None:
-    """Refuse tensors whose gradient would be lost: where gradients are being recorded and one of them requires one.
-
-    Args:
-        what: who would lose it, for the message: "compressing", "this cache".
-
-    Raises:
-        GradientError: says what to do.
-
-    >>> refuse_gradients("compressing", torch.zeros(3))
-    """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise GradientError(
-            f"{what} passes no gradients on, and keys or values require them; they would be lost without a word. Run it "
-            "under torch.no_grad() or torch.inference_mode(), or pass keys.detach() and values.detach()"
-        )
-
-
-def _real(mask: Tensor) -> Tensor:
-    """Which tokens are real, of a mask that says so."""
-    if mask.dtype == torch.bool:
-        return mask
-    right = "pass True or 1 for real tokens and False or 0 for padding"
-    if mask.is_floating_point() or mask.is_complex():
-        raise MaskError(
-            f"mask must be bool or whole numbers 0 and 1, got {mask.dtype}: in an additive mask 0 means a real token, "
-            f"which would be read the other way round. If it is one, pass mask == 0; else {right}"
-        )
-    real = mask != 0
-    if not bool((mask == real).all()):
-        raise MaskError(f"mask must hold 0 and 1 only, got {mask.unique()[:5].tolist()}; {right}")
-    return real
 
 
 def _check_layout(state: KVState) -> None:

@@ -14,15 +14,16 @@ import centroidkv
 PACKAGE = Path(centroidkv.__file__).parent
 
 # What each part may import from the package; a part may always import itself.
-BASE = {"errors", "gram", "kernels", "native", "protocols", "queries", "ranges", "records", "rotary", "scores", "state"}
+BASE = {"errors", "gram", "guards", "kernels", "native", "protocols", "queries", "ranges", "records", "rotary", "scores", "state"}
 ALLOWED = {
     "errors": set(),
     "gram": {"errors"},
+    "guards": {"errors"},
     "ranges": {"errors"},
     "kernels": {"errors"},
     "native": {"errors"},
     "rotary": {"errors"},
-    "state": {"errors", "ranges", "rotary"},
+    "state": {"errors", "guards", "ranges", "rotary"},
     "records": {"errors"},
     "protocols": {"errors", "records", "state"},
     "queries": {"errors", "gram", "ranges", "rotary", "state"},
