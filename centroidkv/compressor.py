@@ -293,5 +293,7 @@ class Compressor:
         preserve = ", ".join(map(repr, self.preservers.members)) or "nothing"
         lines = [("preserve", preserve)]
         lines += [(name, repr(getattr(self, name))) for name in _PARTS]
-        lines.append(("backend", self.backend if self.backend != "auto" else f"auto ({self.runs_on('cpu')} on the CPU)"))
+        lines.append(
+            ("backend", self.backend if self.backend != "auto" else f"auto ({self.runs_on('cpu')} on the CPU)")
+        )
         return "Compressor(\n" + "".join(f"  {name:<10} = {value}\n" for name, value in lines) + ")"

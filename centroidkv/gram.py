@@ -81,10 +81,10 @@ def gram(rows: Tensor, mass: Tensor | None = None) -> Tensor:
 def factorise(matrix: Tensor, ridge: float, least: Tensor | float = 0.0) -> Factor:
     """The factor of ``matrix [..., D, D]`` + r I, for a positive semidefinite matrix of any rank, zero included.
 
-    r = max(``ridge`` * mean diagonal, ``least``, 8 D u * mean diagonal), u the unit roundoff of the matrix's type. Where
-    rounding has left the matrix so far from semidefinite that this does not do (sums taken in float32), r grows
-    fourfold until it does, up to 1e-2 of the mean diagonal; ``ridge`` of the result says what it is. A zero matrix gets
-    at least the smallest normal float32, so that a factor exists.
+    r = max(``ridge`` * mean diagonal, ``least``, 8 D u * mean diagonal), u the unit roundoff of the matrix's type.
+    Where rounding has left the matrix so far from semidefinite that this does not do (sums taken in float32), r grows
+    fourfold until it does, up to 1e-2 of the mean diagonal; ``ridge`` of the result says what it is. For a zero matrix
+    and ``least`` 0, r is the smallest normal float32, so that a factor exists.
 
     Args:
         matrix: symmetric (its lower triangle is read), finite; :func:`gram` makes it exactly enough for ridge 0.
@@ -97,7 +97,8 @@ def factorise(matrix: Tensor, ridge: float, least: Tensor | float = 0.0) -> Fact
 
     >>> flat = torch.ones(3, 3)
     >>> factor = factorise(flat, ridge=1e-3)
-    >>> bool(((factor.lower @ factor.lower.mT - flat) / factor.ridge).diagonal().allclose(torch.ones(3).double()))
+    >>> back = factor.lower @ factor.lower.mT - factor.ridge * torch.eye(3)
+    >>> bool(torch.allclose(back, flat.double()))
     True
     """
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
@@ -108,8 +109,9 @@ def factorise(matrix: Tensor, ridge: float, least: Tensor | float = 0.0) -> Fact
     rounding = 8 * size * torch.finfo(matrix.dtype).eps / 2
     matrix = matrix.double()
     level = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    floor = torch.as_tensor(least, dtype=torch.float64, device=matrix.device).clamp(min=torch.finfo(torch.float32).tiny)
+    floor = torch.as_tensor(least, dtype=torch.float64, device=matrix.device)
     used = torch.maximum(max(ridge, rounding) * level.clamp(min=0), floor)
+    used = torch.where(used > 2.0**-1000, used, torch.finfo(torch.float32).tiny)
     most = torch.maximum(used, MOST_RIDGE * level)
     eye = torch.eye(size, dtype=torch.float64, device=matrix.device)
     while True:

@@ -15,6 +15,7 @@ def refuse_gradients(what: str, *tensors: Tensor) -> None:
 
     Args:
         what: who would lose it, for the message: "compressing", "this cache".
+        *tensors: keys, values, and whatever else comes out of the model.
 
     Raises:
         GradientError: says what to do.
@@ -23,8 +24,8 @@ def refuse_gradients(what: str, *tensors: Tensor) -> None:
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise GradientError(
-            f"{what} passes no gradients on, and keys or values require them; they would be lost without a word. Run it "
-            "under torch.no_grad() or torch.inference_mode(), or pass keys.detach() and values.detach()"
+            f"{what} passes no gradients on, and keys or values require them; they would be lost without a word. Run "
+            "it under torch.no_grad() or torch.inference_mode(), or pass keys.detach() and values.detach()"
         )
 
 
@@ -40,8 +41,8 @@ def check_types(held: Any, keys: Tensor, values: Tensor) -> None:
         old = getattr(held, name)
         if old.dtype != new.dtype:
             raise DtypeError(
-                f"the cache holds {name} of {old.dtype}, those of the new tokens are {new.dtype}; cast one of them, and "
-                "enter or leave autocast between two sequences only"
+                f"the cache holds {name} of {old.dtype}, those of the new tokens are {new.dtype}; cast one of them, "
+                "and enter or leave autocast between two sequences only"
             )
 
 

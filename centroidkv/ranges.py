@@ -63,7 +63,7 @@ def power_of_two(largest: Tensor) -> Tensor:
 
 
 def largest_of(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """max |x| over ``dim``, kept as axes of length 1; 0 where there is nothing."""
+    """Max |x| over ``dim``, kept as axes of length 1; 0 where there is nothing."""
     dims = (dim,) if isinstance(dim, int) else dim
     if any(x.shape[axis] == 0 for axis in dims):
         return x.sum(dims, keepdim=True)

@@ -48,7 +48,9 @@ def leverage_of(rows: Tensor, degree: Tensor) -> Tensor:
     matrix = gram(x, mass)
     trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     # The squared length of a centred key that is nothing but rounding.
-    noise = (ROUNDINGS * torch.finfo(dtype).eps / 2) ** 2 * (mean.double().square().sum(-1, keepdim=True) + trace / total)
+    noise = (ROUNDINGS * torch.finfo(dtype).eps / 2) ** 2 * (
+        mean.double().square().sum(-1, keepdim=True) + trace / total
+    )
     factor = factorise(matrix, RIDGE, least=total * noise / size)
     # What such a key would be given on average, if it pointed anywhere: noise / D times the trace of the inverse.
     empty = noise / size * factor.root().square().sum((-2, -1), keepdim=True)

@@ -184,12 +184,12 @@ class KVState:
         turned = self.rotary.unrotate(self.keys, self.positions).to(accumulation_dtype(self.keys.dtype))
         return require_finite(
             turned,
-            f"{asked_by!r} looks at keys before RoPE, and turning them back leaves {turned.dtype}: a pair of channels is "
-            "longer than its largest number (or keys are not finite). Choose rope='after', or look for an overflow",
+            f"{asked_by!r} looks at keys before RoPE, and turning them back leaves {turned.dtype}: a pair of channels "
+            "is longer than its largest number (or keys are not finite). Choose rope='after', or look for an overflow",
         )
 
     def before_rope(self, asked_by: object) -> KVState:
-        """This state with its keys un-rotated, in their own type where that holds them, else in float32.
+        """The state with its keys un-rotated, in their own type where that holds them, else in float32.
 
         Raises:
             RotaryError, NonFiniteError: see :meth:`keys_before_rope`.

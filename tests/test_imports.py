@@ -14,7 +14,20 @@ import centroidkv
 PACKAGE = Path(centroidkv.__file__).parent
 
 # What each part may import from the package; a part may always import itself.
-BASE = {"errors", "gram", "guards", "kernels", "native", "protocols", "queries", "ranges", "records", "rotary", "scores", "state"}
+BASE = {
+    "errors",
+    "gram",
+    "guards",
+    "kernels",
+    "native",
+    "protocols",
+    "queries",
+    "ranges",
+    "records",
+    "rotary",
+    "scores",
+    "state",
+}
 ALLOWED = {
     "errors": set(),
     "gram": {"errors"},

@@ -12,7 +12,17 @@ from centroidkv.preserve import Distinctive
 from centroidkv.scores import RIDGE, cosine_to_mean, leverage, leverage_of, low_norm, passages
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-KINDS = ("normal", "rank 1", "rank 4", "two vectors", "one and another", "equal", "zeros", "one channel", "far from zero")
+KINDS = (
+    "normal",
+    "rank 1",
+    "rank 4",
+    "two vectors",
+    "one and another",
+    "equal",
+    "zeros",
+    "one channel",
+    "far from zero",
+)
 
 
 def make(kind, count, size, seed, dtype=torch.float32):

@@ -66,7 +66,11 @@ BAD = {
     "additive mask": (lambda k, v: KVState.from_kv(k, v, torch.zeros(2, 5)), MaskError, "mask == 0"),
     "weights as mask": (lambda k, v: KVState.from_kv(k, v, torch.full((2, 5), 0.5).half()), MaskError, "float16"),
     "mask of other numbers": (lambda k, v: KVState.from_kv(k, v, torch.full((2, 5), 2)), MaskError, "0 and 1 only"),
-    "additive mask of whole numbers": (lambda k, v: KVState.from_kv(k, v, torch.full((2, 5), -9999)), MaskError, "-9999"),
+    "additive mask of whole numbers": (
+        lambda k, v: KVState.from_kv(k, v, torch.full((2, 5), -9999)),
+        MaskError,
+        "-9999",
+    ),
     "integer keys": (lambda k, v: KVState.from_kv(k.long(), v.long()), DtypeError, "floating"),
     "mixed devices": (lambda k, v: KVState.from_kv(k, v.to("meta")), DeviceError, "one device"),
     "half degree": (

@@ -37,14 +37,16 @@ def merge_error_bound(spread: Tensor, weight: Tensor, value_to_rest: Tensor, val
         value_to_rest: |v - r|, from the cluster's mean value to the output of everything else.
         value_spread: sum (n_i / N) |v_i - v|, the mean distance of the members' values from their mean.
 
-    All arguments broadcast; float64 recommended. Never NaN: what does not count (a weight, distance or spread of 0) adds
+    All arguments broadcast; float64 recommended. Never NaN: what does not count (a weight or a distance of 0) adds
     nothing, and where exp(spread) leaves the type there is no bound on what does, so the result is infinite.
 
     >>> merge_error_bound(*torch.tensor([0.0, 0.5, 1.0, 3.0]))
     tensor(0.)
     """
     growth = spread.cosh()
-    moved = _times(weight * (1 - weight) * value_to_rest, growth - 1, weight * (1 - weight) * (growth - 1) * value_to_rest)
+    moved = _times(
+        weight * (1 - weight) * value_to_rest, growth - 1, weight * (1 - weight) * (growth - 1) * value_to_rest
+    )
     share = torch.where(weight > 0, weight * growth, weight).clamp(max=1)
     turned = _times(share * value_spread, torch.expm1(spread), share * torch.expm1(spread) * value_spread)
     return moved + turned

@@ -111,6 +111,7 @@ def comparable(stages: Stages, state: KVState) -> tuple[Tensor, Tensor]:
     else:
         keys = state.keys.to(accumulation_dtype(state.keys.dtype))
     if getattr(similarity, "heads", "each") == "mean":
+
         def pooled(scale: float) -> Tensor:  # the heads' sum may leave the type, their mean does not
             return keys.mean(1, keepdim=True) if scale == 1 else (keys * (scale / keys.shape[1])).sum(1, keepdim=True)
 

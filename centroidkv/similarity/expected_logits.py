@@ -44,7 +44,7 @@ class ExpectedLogits:
         dtype, tiny = _exact(state), torch.finfo(torch.float32).tiny
         moment = exact_moment(state, self)
         level = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        factor = factorise((1 - self.ridge) * moment, ridge=0.0, least=self.ridge * level + tiny).lower
+        factor = factorise((1 - self.ridge) * moment, ridge=0.0, least=self.ridge * level).lower
         values, dims = state.values.to(dtype), (-2, -1)
         unit = power_of_two(largest_of(values, dims))
         power = ((values * unit).square().sum(-1) * state.degree).sum(-1) / state.degree.sum(-1).clamp(min=1)

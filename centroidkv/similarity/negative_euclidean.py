@@ -38,6 +38,6 @@ class NegativeEuclidean(KeyView):
             return -distance
         return -require_finite(
             distance,
-            f"{self!r} compares keys so far apart that distances leave {a.dtype}; use Cosine(), or look for an overflow "
-            "upstream",
+            f"{self!r} compares keys so far apart that distances leave {a.dtype}; use Cosine(), or look for an "
+            "overflow upstream",
         )

@@ -63,7 +63,9 @@ def test_equal_keys_cost_nothing():
 def test_the_bound_is_never_nan():
     """Also where exp(spread) overflows: then it is infinite, or 0 where there is nothing to move."""
     numbers = torch.tensor([0.0, 0.3, 1.0])
-    spread, weight, rest, values = torch.meshgrid(torch.tensor([0.0, 5.0, 1e3]), numbers, numbers, numbers, indexing="ij")
+    spread, weight, rest, values = torch.meshgrid(
+        torch.tensor([0.0, 5.0, 1e3]), numbers, numbers, numbers, indexing="ij"
+    )
     bound = merge_error_bound(spread, weight, rest, values)
     assert not bound.isnan().any()
     assert bound[spread < 100].isfinite().all()
