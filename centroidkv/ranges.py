@@ -55,7 +55,7 @@ def power_of_two(largest: Tensor) -> Tensor:
     Scaling by them is exact, so whatever does not depend on scale keeps its bits. float32 or float64.
 
     >>> power_of_two(torch.tensor([3e38, 1.0, 3.0])) * torch.tensor([3e38, 1.0, 3.0])
-    tensor([3.5265, 0.5000, 0.7500])
+    tensor([1.7632, 0.5000, 0.7500])
     """
     wide = largest.dtype == torch.float64
     held = largest.clamp(2.0 ** (-1000 if wide else -120), 2.0 ** (1022 if wide else 126))
