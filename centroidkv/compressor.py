@@ -13,6 +13,7 @@ from torch import Tensor
 from centroidkv.allocation import Even, spread
 from centroidkv.dense import map_dense
 from centroidkv.errors import BudgetError, BudgetNotMetWarning, ShapeError, StageError
+from centroidkv.guards import refuse_gradients
 from centroidkv.kernels import why_not_triton
 from centroidkv.preserve.union import Union
 from centroidkv.protocols import Aggregator, Allocation, Matcher, Partitioner, Schedule, Similarity
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from centroidkv.builder import Builder
 
 EVEN = Even()
+_PARTS = ("partition", "similarity", "matching", "aggregate", "schedule", "budget", "allocation")
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,9 @@ class Compressor:
             NonFiniteError, PositionOrderError: see :meth:`KVState.validate`. The input is never modified.
             BudgetError: see ``strict``.
             RotaryError: a stage compares keys before RoPE and ``state.rotary`` is not set.
-
-        No gradients flow through compression: it is for inference.
+            GradientError: keys or values require gradients, and gradients are being recorded. None flow through
+                compression: it is for inference, under ``torch.no_grad()``.
+            BackendError: a back end was asked for by name that cannot compress such a state.
 
         Warns:
             BudgetNotMetWarning: the schedule or a threshold stopped before the budget was reached.
@@ -168,6 +171,7 @@ class Compressor:
                 f"a compressor takes a KVState, got {type(state).__name__}; wrap tensors with "
                 "KVState.from_kv(keys, values, mask=None)"
             )
+        refuse_gradients("compressing", state.keys, state.values)
         state.validate()
         live = state.live.sum(-1)
         if getattr(self.similarity, "heads", "each") == "mean" and not bool((live == live[:, :1]).all()):
@@ -240,7 +244,8 @@ class Compressor:
         """The back end that compresses states on ``device``: what "auto" chooses, else the one asked for.
 
         "auto" takes kernels on GPUs and blocked rounds on the CPU where the stages have them, and carries the stages
-        out one by one otherwise (on a GPU also for float64, and for keys or values of more than 256 channels).
+        out one by one otherwise (on a GPU also for float64, for keys or values of more than 256 channels, and for keys
+        of another type than the values).
 
         >>> from centroidkv import presets
         >>> presets.centroidkv().runs_on("cpu"), presets.tome().runs_on("cpu")
@@ -286,15 +291,9 @@ class Compressor:
 
     def __repr__(self) -> str:
         preserve = ", ".join(map(repr, self.preservers.members)) or "nothing"
-        lines = [
-            ("preserve", preserve),
-            ("partition", repr(self.partition)),
-            ("similarity", repr(self.similarity)),
-            ("matching", repr(self.matching)),
-            ("aggregate", repr(self.aggregate)),
-            ("schedule", repr(self.schedule)),
-            ("budget", repr(self.budget)),
-            ("allocation", repr(self.allocation)),
-            ("backend", self.backend if self.backend != "auto" else f"auto ({self.runs_on('cpu')} on the CPU)"),
-        ]
+        lines = [("preserve", preserve)]
+        lines += [(name, repr(getattr(self, name))) for name in _PARTS]
+        lines.append(
+            ("backend", self.backend if self.backend != "auto" else f"auto ({self.runs_on('cpu')} on the CPU)")
+        )
         return "Compressor(\n" + "".join(f"  {name:<10} = {value}\n" for name, value in lines) + ")"

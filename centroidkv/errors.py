@@ -15,15 +15,23 @@ class ShapeError(CentroidKVError):
 
 
 class DtypeError(CentroidKVError):
-    """A tensor has a data type the operation is not defined for, or two tensors mix data types."""
+    """A tensor has a data type the operation is not defined for, or two tensors that must share one do not."""
 
 
 class DeviceError(CentroidKVError):
     """Tensors of one state live on different devices."""
 
 
+class MaskError(DtypeError):
+    """A padding mask does not say of every token whether it is real: an additive mask, or weights."""
+
+
+class GradientError(CentroidKVError):
+    """A tensor requires a gradient, and the operation would lose it."""
+
+
 class NonFiniteError(CentroidKVError):
-    """A live slot holds NaN or infinity, so no similarity is defined for it."""
+    """A live slot holds NaN or infinity, so no similarity is defined for it, or a result would leave its type."""
 
 
 class PositionOrderError(CentroidKVError):

@@ -44,30 +44,32 @@ class Rotary:
         return cls((theta**-exponent).float())
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``keys [..., T, D]`` forward by ``positions [..., T]``; float32 result."""
+        """Rotate ``keys [..., T, D]`` forward by ``positions [..., T]``; float32 result, float64 for float64 keys."""
         return self._turn(keys, positions, +1.0, self.scaling)
 
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Undo :meth:`rotate`: the keys as they were before RoPE; float32 result."""
+        """Undo :meth:`rotate`: the keys as they were before RoPE; float32 or float64 result."""
         return self._turn(keys, positions, -1.0, 1.0 / self.scaling)
 
     def rotate_ahead(self, queries: Tensor, start: Tensor, horizon: int) -> Tensor:
-        """Mean of ``queries [B, H, Q, D]`` rotated to each of the ``horizon`` positions from ``start [B]`` on; float32.
+        """Mean of ``queries [B, H, Q, D]`` rotated to each of the ``horizon`` positions from ``start [B]`` on.
 
+        float32 result, float64 for float64 queries.
         What all future positions agree on: channel pairs that turn fast average out, those that turn slowly stay.
         """
         steps = torch.arange(horizon, device=start.device) + start[:, None]
-        cos, sin = (part.mean(1)[:, None, None] for part in self._angles(steps))
+        cos, sin = (part.mean(1)[:, None, None] for part in self._angles(steps, queries.dtype))
         return self._apply(queries, cos * self.scaling, sin * self.scaling)
 
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine ``[..., h]`` of the angles at ``positions [...]``."""
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine ``[..., h]`` of the angles at ``positions [...]``, float64 to turn float64 numbers."""
         # float32 angles are exact enough to 2^24 tokens only if the product is taken in float64 for large positions
         angle = (positions.double()[..., None] * self.inv_freq.to(positions.device).double()).float()
+        angle = angle.to(_exact(dtype))  # the same angle, as models round it
         return angle.cos(), angle.sin()
 
     def _turn(self, keys: Tensor, positions: Tensor, sign: float, scaling: float) -> Tensor:
-        cos, sin = self._angles(positions)
+        cos, sin = self._angles(positions, keys.dtype)
         return self._apply(keys, cos * scaling, sin * (sign * scaling))
 
     def _apply(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ class Rotary:
                 f"this rotary embedding turns {2 * half} channels, but the keys have only {keys.shape[-1]}; "
                 "build it with the model's own rotary dimension"
             )
-        turned, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :].float()
+        turned, rest = (part.to(_exact(keys.dtype)) for part in (keys[..., : 2 * half], keys[..., 2 * half :]))
         if self.interleaved:
             first, second = turned[..., 0::2], turned[..., 1::2]
         else:
@@ -85,3 +87,7 @@ class Rotary:
         a, b = first * cos - second * sin, second * cos + first * sin
         out = torch.stack((a, b), -1).flatten(-2) if self.interleaved else torch.cat((a, b), -1)
         return torch.cat((out, rest), -1)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from centroidkv.errors import DeviceError, DtypeError, NonFiniteError, PositionOrderError, RotaryError, ShapeError
+from centroidkv.guards import real_tokens
+from centroidkv.ranges import all_finite, require_finite
 from centroidkv.rotary import Rotary
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -24,7 +26,8 @@ class KVState:
 
     Args:
         keys: ``[B, H, T, D]``, float32, float16, bfloat16 or float64, as cached (after RoPE).
-        values: ``[B, H, T, Dv]``, same dtype and device.
+        values: ``[B, H, T, Dv]``, same device; one of these types, but not necessarily the keys' (under autocast keys
+            are float32, because RoPE is, and values bfloat16). Each is kept in its own.
         degree: ``[B, H, T]`` float32: how many tokens a slot stands for. 1 = raw token, 0 = empty or padding slot.
         positions: ``[B, H, T]`` int32 or int64: position of the token whose slot stayed; ascending along T.
         rounds: how many clustering rounds made this state.
@@ -75,9 +78,13 @@ class KVState:
         Args:
             keys: ``[B, H, T, D]``.
             values: ``[B, H, T, Dv]``.
-            mask: ``[B, T]`` bool or 0/1: which tokens are real. Padding gets degree 0, real tokens are numbered from
-                0 per row, so a padded row carries the positions of its own unpadded run.
+            mask: ``[B, T]`` bool or whole numbers 0 and 1: which tokens are real. Padding gets degree 0, real tokens
+                are numbered from 0 per row, so a padded row carries the positions of its own unpadded run.
             rotary: how the keys were rotated, if they were.
+
+        Raises:
+            MaskError: a mask of other numbers, such as an additive one (0 = real, -inf = padding).
+            ShapeError, DtypeError, DeviceError: the tensors do not fit together.
         """
         for name, tensor in (("keys", keys), ("values", values)):
             if tensor.ndim != 4:
@@ -93,7 +100,7 @@ class KVState:
                 )
             if mask.device != keys.device:
                 raise DeviceError(f"mask is on {mask.device}, keys are on {keys.device}; move them to one device")
-            real = mask != 0
+            real = real_tokens(mask)
         # Padding repeats its left neighbour's number, which keeps positions ascending along T.
         numbers = (real.long().cumsum(-1) - 1).clamp(min=0)
         return cls(
@@ -135,8 +142,12 @@ class KVState:
     def __repr__(self) -> str:
         return (
             f"KVState(B={self.batch}, H={self.heads}, T={self.slots}, D={self.keys.shape[-1]}, "
-            f"{str(self.keys.dtype).removeprefix('torch.')} on {self.keys.device}, rounds={self.rounds})"
+            f"{self._types()} on {self.keys.device}, rounds={self.rounds})"
         )
+
+    def _types(self) -> str:
+        names = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in (self.keys, self.values))
+        return " and ".join(names)
 
     # -- deriving -------------------------------------------------------------------------------------------------
 
@@ -163,13 +174,29 @@ class KVState:
 
         Raises:
             RotaryError: ``rotary`` is not set; names the stage that asked.
+            NonFiniteError: keys so long that turning them leaves the type.
         """
         if self.rotary is None:
             raise RotaryError(
                 f"{asked_by!r} looks at keys before RoPE and needs to know how they were rotated: pass "
                 "KVState.from_kv(..., rotary=Rotary.from_theta(theta, dim)), or choose rope='after'"
             )
-        return self.rotary.unrotate(self.keys, self.positions).to(accumulation_dtype(self.keys.dtype))
+        turned = self.rotary.unrotate(self.keys, self.positions).to(accumulation_dtype(self.keys.dtype))
+        return require_finite(
+            turned,
+            f"{asked_by!r} looks at keys before RoPE, and turning them back leaves {turned.dtype}: a pair of channels "
+            "is longer than its largest number (or keys are not finite). Choose rope='after', or look for an overflow",
+        )
+
+    def before_rope(self, asked_by: object) -> KVState:
+        """The state with its keys un-rotated, in their own type where that holds them, else in float32.
+
+        Raises:
+            RotaryError, NonFiniteError: see :meth:`keys_before_rope`.
+        """
+        turned = self.keys_before_rope(asked_by)
+        own = turned.to(self.keys.dtype)
+        return replace(self, keys=own if own is turned or all_finite(own) else turned)
 
     def validate(self) -> KVState:
         """Check the contents: finite live slots, degrees that are counts, ascending positions.
@@ -184,8 +211,8 @@ class KVState:
             raise NonFiniteError("degree must be finite and >= 0 (1 = raw token, 0 = empty slot)")
         live = self.live
         for name, tensor in (("keys", self.keys), ("values", self.values)):
-            # A finite sum proves finite parts; only a suspicious one is worth the exact, slower look.
-            if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+            # Empty slots may hold anything, so what is suspicious is looked at again.
+            if not all_finite(tensor):
                 bad = (~torch.isfinite(tensor)).any(-1) & live
                 if bool(bad.any()):
                     row, head, slot = bad.nonzero()[0].tolist()
@@ -237,10 +264,9 @@ def _check_layout(state: KVState) -> None:
     for name, tensor in (("degree", degree), ("positions", positions)):
         if tensor.shape != keys.shape[:3]:
             raise ShapeError(f"{name} must be [B, H, T] = {tuple(keys.shape[:3])}, got {tuple(tensor.shape)}")
-    if keys.dtype not in FLOAT_DTYPES:
-        raise DtypeError(f"keys must be floating point ({', '.join(map(str, FLOAT_DTYPES))}), got {keys.dtype}")
-    if values.dtype != keys.dtype:
-        raise DtypeError(f"keys are {keys.dtype} but values are {values.dtype}; cast them to one dtype")
+    for name, tensor in (("keys", keys), ("values", values)):
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise DtypeError(f"{name} must be floating point ({', '.join(map(str, FLOAT_DTYPES))}), got {tensor.dtype}")
     if degree.dtype != torch.float32:
         raise DtypeError(f"degree must be float32, got {degree.dtype}; half precision loses counts above 256 or 2048")
     if positions.dtype not in INTEGER_DTYPES:

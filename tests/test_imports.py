@@ -14,17 +14,33 @@ import centroidkv
 PACKAGE = Path(centroidkv.__file__).parent
 
 # What each part may import from the package; a part may always import itself.
-BASE = {"errors", "kernels", "native", "rotary", "state", "records", "protocols", "queries", "scores"}
+BASE = {
+    "errors",
+    "gram",
+    "guards",
+    "kernels",
+    "native",
+    "protocols",
+    "queries",
+    "ranges",
+    "records",
+    "rotary",
+    "scores",
+    "state",
+}
 ALLOWED = {
     "errors": set(),
+    "gram": {"errors"},
+    "guards": {"errors"},
+    "ranges": {"errors"},
     "kernels": {"errors"},
     "native": {"errors"},
     "rotary": {"errors"},
-    "state": {"errors", "rotary"},
+    "state": {"errors", "guards", "ranges", "rotary"},
     "records": {"errors"},
     "protocols": {"errors", "records", "state"},
-    "queries": {"errors", "rotary", "state"},
-    "scores": {"state"},
+    "queries": {"errors", "gram", "ranges", "rotary", "state"},
+    "scores": {"gram", "ranges", "state"},
     "preserve": BASE,
     "partition": BASE,
     "similarity": BASE,

@@ -8,6 +8,7 @@ from centroidkv.errors import (
     CentroidKVError,
     DeviceError,
     DtypeError,
+    MaskError,
     NonFiniteError,
     PositionOrderError,
     ShapeError,
@@ -60,7 +61,16 @@ BAD = {
     "slots differ": (lambda k, v: KVState.from_kv(k, v[:, :, 1:]), ShapeError, "agree"),
     "heads repeated": (lambda k, v: KVState.from_kv(k, v.repeat(1, 2, 1, 1)), ShapeError, "KV heads"),
     "mask shape": (lambda k, v: KVState.from_kv(k, v, torch.ones(2, 4)), ShapeError, "mask"),
-    "mixed dtypes": (lambda k, v: KVState.from_kv(k, v.half()), DtypeError, "one dtype"),
+    "values of whole numbers": (lambda k, v: KVState.from_kv(k, v.long()), DtypeError, "values must be floating point"),
+    "keys of whole numbers": (lambda k, v: KVState.from_kv(k.int(), v), DtypeError, "keys must be floating point"),
+    "additive mask": (lambda k, v: KVState.from_kv(k, v, torch.zeros(2, 5)), MaskError, "mask == 0"),
+    "weights as mask": (lambda k, v: KVState.from_kv(k, v, torch.full((2, 5), 0.5).half()), MaskError, "float16"),
+    "mask of other numbers": (lambda k, v: KVState.from_kv(k, v, torch.full((2, 5), 2)), MaskError, "0 and 1 only"),
+    "additive mask of whole numbers": (
+        lambda k, v: KVState.from_kv(k, v, torch.full((2, 5), -9999)),
+        MaskError,
+        "-9999",
+    ),
     "integer keys": (lambda k, v: KVState.from_kv(k.long(), v.long()), DtypeError, "floating"),
     "mixed devices": (lambda k, v: KVState.from_kv(k, v.to("meta")), DeviceError, "one device"),
     "half degree": (
@@ -109,3 +119,18 @@ def test_unsorted_positions_are_refused(positions):
     state = KVState(keys, keys, torch.ones(1, 1, 3), torch.tensor(positions).view(1, 1, 3))
     with pytest.raises(PositionOrderError, match="sort"):
         state.validate()
+
+
+def test_masks_of_whole_numbers_say_what_bools_say(make_state):
+    real = torch.tensor([[False, True, True], [True, True, True]])
+    for mask in (real, real.int(), real.long(), real.to(torch.uint8)):
+        assert make_state(3, mask=mask).degree[:, 0].equal(real.float())
+
+
+def test_large_finite_numbers_are_valid_though_their_sum_overflows():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        big = torch.full((1, 1, 9, 4), torch.finfo(dtype).max, dtype=dtype)
+        assert KVState.from_kv(big, big).validate().slots == 9
+        big[0, 0, 3, 1] = torch.inf
+        with pytest.raises(NonFiniteError, match="slot 3"):
+            KVState.from_kv(big.sign() * 1.0, big).validate()

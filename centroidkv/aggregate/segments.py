@@ -27,16 +27,21 @@ def flat_merges(assignment: Assignment) -> tuple[Tensor, Tensor]:
 
 
 def sum_by_target(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct ``targets [m]`` in order, and for each the sum of its ``rows [m, D]``.
+    """The distinct ``targets [m]`` in order, and for each the sum of its ``rows [m, D]``; see :func:`sum_of_groups`."""
+    changed, which = targets.unique(return_inverse=True)
+    return changed, sum_of_groups(rows, which, len(changed))
+
+
+def sum_of_groups(rows: Tensor, which: Tensor, count: int) -> Tensor:
+    """``[count, D]``: the sums of the ``rows [m, D]`` of every group, ``which [m]`` says the group of a row.
 
     Deterministic: rows are added in their order on the CPU; on other devices in the order of a stable sort, because an
     indexed addition there adds in whatever order its atomics arrive.
     """
-    changed, which = targets.unique(return_inverse=True)
     if rows.device.type == "cpu":
-        return changed, rows.new_zeros(len(changed), rows.shape[1]).index_add_(0, which, rows)
-    lengths = torch.bincount(which, minlength=len(changed))
-    return changed, torch.segment_reduce(rows[which.argsort(stable=True)], "sum", lengths=lengths, axis=0, initial=0)
+        return rows.new_zeros(count, rows.shape[1]).index_add_(0, which, rows)
+    lengths = torch.bincount(which, minlength=count)
+    return torch.segment_reduce(rows[which.argsort(stable=True)], "sum", lengths=lengths, axis=0, initial=0)
 
 
 def add_importance(merged: KVState, before: KVState, assignment: Assignment) -> KVState:

@@ -17,6 +17,9 @@ INTERPRETED = tl.constexpr(os.environ.get(INTERPRET) == "1")
 
 ROWS = 8  # slots per program
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+# Differences are taken of quarters: exact, and a difference of two float32 numbers may be twice the largest of them.
+QUARTER = tl.constexpr(0.25)
+QUARTER_RANGE = tl.constexpr(torch.finfo(torch.float32).max / 4)
 
 
 @triton.jit
@@ -30,18 +33,20 @@ def rounded(x, kind: tl.constexpr):
 
 
 @triton.jit
-def pulled(pull, row, member, weight, joins):
-    """``pull`` + n_t (x_t - x_b) where a member x_t joins ``row`` x_b."""
+def pulled(pull, row, member, weight, total, joins):
+    """``pull`` + (n_t / N) (x_t - x_b) / 4 where a member x_t joins ``row`` x_b."""
+    share = weight / tl.maximum(total, SMALLEST)
+    apart = member.to(tl.float32) * QUARTER - row.to(tl.float32) * QUARTER
     # A row that nothing joins was read as zeros: they must not pull.
-    return pull + tl.where(joins[:, None], weight[:, None] * (member.to(tl.float32) - row.to(tl.float32)), 0.0)
+    return pull + tl.where(joins[:, None], share[:, None] * apart, 0.0)
 
 
 @triton.jit
-def settled(row, pull, total, changed):
-    """x_b + pull / N in the type of ``row`` x_b; x_b itself, to the bit, where nothing joined."""
-    share = 1 / tl.maximum(total, SMALLEST)
-    mean = rounded(row.to(tl.float32) + share[:, None] * pull, row.dtype)
-    return tl.where(changed[:, None], mean, row)
+def settled(row, pull, changed):
+    """x_b + 4 pull in the type of ``row`` x_b; x_b itself, to the bit, where nothing joined or only equal rows did."""
+    mean = row.to(tl.float32) * QUARTER + pull
+    mean = tl.minimum(tl.maximum(mean, -QUARTER_RANGE), QUARTER_RANGE)  # rounding may step over the largest number
+    return tl.where(changed[:, None] & (pull != 0), rounded(mean / QUARTER, row.dtype), row)
 
 
 @triton.jit
@@ -74,24 +79,29 @@ def _merge(
     total = tl.load(degree + own * degree_t, mask=live, other=0.0)
     key_pull = tl.zeros((ROWS, SIZE), tl.float32)
     value_pull = tl.zeros((ROWS, VALUE_SIZE), tl.float32)
-    for step in range(0, tl.max(last - first, 0)):
+    most = tl.max(last - first, 0)
+    for step in range(0, most):  # the whole mass first: shares of it cannot overflow, masses times keys may
+        place = first + step
+        member = tl.load(order + row * slots + place, mask=live & (place < last), other=0).to(tl.int64)
+        joins = live & (place < last) & (member != own)
+        total += tl.load(degree + member * degree_t, mask=joins, other=0.0)
+    for step in range(0, most):
         place = first + step
         member = tl.load(order + row * slots + place, mask=live & (place < last), other=0).to(tl.int64)
         joins = live & (place < last) & (member != own)
         weight = tl.load(degree + member * degree_t, mask=joins, other=0.0)
-        total += weight
         key_place = member[:, None] * keys_t + key_column[None, :] * keys_d
         near = tl.load(keys + key_place, mask=joins[:, None] & key_live, other=0.0)
-        key_pull = pulled(key_pull, key, near, weight, joins)
+        key_pull = pulled(key_pull, key, near, weight, total, joins)
         value_place = member[:, None] * values_t + value_column[None, :] * values_d
         near = tl.load(values + value_place, mask=joins[:, None] & value_live, other=0.0)
-        value_pull = pulled(value_pull, value, near, weight, joins)
+        value_pull = pulled(value_pull, value, near, weight, total, joins)
 
     changed = last - first > 1
     place = out[:, None] * size + key_column[None, :]
-    tl.store(keys_out + place, settled(key, key_pull, total, changed), mask=live[:, None] & key_live)
+    tl.store(keys_out + place, settled(key, key_pull, changed), mask=live[:, None] & key_live)
     place = out[:, None] * value_size + value_column[None, :]
-    tl.store(values_out + place, settled(value, value_pull, total, changed), mask=live[:, None] & value_live)
+    tl.store(values_out + place, settled(value, value_pull, changed), mask=live[:, None] & value_live)
     tl.store(degree_out + out, total, mask=live)
     tl.store(positions_out + out, tl.load(positions + own * positions_t, mask=live, other=0), mask=live)
 

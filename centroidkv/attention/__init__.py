@@ -44,14 +44,14 @@ def degree_attention(
     Args:
         query: ``[B, Hq, L, D]``; Hq a multiple of H, query head h reads KV head h // (Hq / H).
         keys: ``[B, H, T, D]``, same dtype and device as the query.
-        values: ``[B, H, T, Dv]``, likewise.
+        values: ``[B, H, T, Dv]``, same device; any floating point type (of another than the keys' under autocast).
         degree: ``[B, H, T]`` float32; 0 masks a slot, which must hold finite numbers all the same.
         scale: factor on q.k; default 1 / sqrt(D).
         causal: the queries are the newest L tokens and own the last L slots: query i does not see slots after
             T - L + i. False: every query sees every slot. No difference for L = 1.
         backend: "reference" (explicit, float32), "sdpa" (PyTorch's fused attention, grouped queries packed), "triton"
-            (a kernel that splits the slots; no gradients), or "auto": triton for up to 16 queries on a GPU if it can
-            compute them, else sdpa.
+            (a kernel that splits the slots; no gradients, one type for all), or "auto": triton for up to 16 queries on
+            a GPU if it can compute them, else sdpa. Of two types, reference and sdpa compute in the wider one.
 
     Returns:
         ``[B, Hq, L, Dv]`` in the query's dtype. A query that sees no live slot gets zeros.
@@ -115,8 +115,11 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, causal: 
         )
     if not query.dtype.is_floating_point:
         raise DtypeError(f"attention needs floating point numbers, got {query.dtype}")
-    if not query.dtype == keys.dtype == values.dtype:
-        raise DtypeError(f"query, keys and values must share a dtype, got {query.dtype}, {keys.dtype}, {values.dtype}")
+    if query.dtype != keys.dtype or not values.dtype.is_floating_point:
+        raise DtypeError(
+            f"query and keys must share a dtype, and values be floating point, got {query.dtype}, {keys.dtype} and "
+            f"{values.dtype}"
+        )
     devices = {str(tensor.device) for tensor in (query, keys, values, degree)}
     if len(devices) > 1:
         raise DeviceError(f"attention runs on one device, got {sorted(devices)}")

@@ -37,12 +37,21 @@ def merge_error_bound(spread: Tensor, weight: Tensor, value_to_rest: Tensor, val
         value_to_rest: |v - r|, from the cluster's mean value to the output of everything else.
         value_spread: sum (n_i / N) |v_i - v|, the mean distance of the members' values from their mean.
 
-    All arguments broadcast; float64 recommended.
+    All arguments broadcast; float64 recommended. Never NaN: what does not count (a weight or a distance of 0) adds
+    nothing, and where exp(spread) leaves the type there is no bound on what does, so the result is infinite.
 
     >>> merge_error_bound(*torch.tensor([0.0, 0.5, 1.0, 3.0]))
     tensor(0.)
     """
     growth = spread.cosh()
-    moved = weight * (1 - weight) * (growth - 1) * value_to_rest
-    turned = (weight * growth).clamp(max=1) * torch.expm1(spread) * value_spread
+    moved = _times(
+        weight * (1 - weight) * value_to_rest, growth - 1, weight * (1 - weight) * (growth - 1) * value_to_rest
+    )
+    share = torch.where(weight > 0, weight * growth, weight).clamp(max=1)
+    turned = _times(share * value_spread, torch.expm1(spread), share * torch.expm1(spread) * value_spread)
     return moved + turned
+
+
+def _times(factor: Tensor, growth: Tensor, product: Tensor) -> Tensor:
+    """``product`` of the first two, and 0 where a factor of 0 meets a growth without bound."""
+    return torch.where((factor == 0) & growth.isinf(), torch.zeros_like(product), product)

@@ -13,7 +13,7 @@ def require_kernel(query: Tensor, keys: Tensor, values: Tensor) -> None:
     """Refuse what the Triton attention kernels cannot compute; sizes are the tensors' last dimensions.
 
     Raises:
-        BackendError: Triton cannot run on the device, or a gradient would be lost.
+        BackendError: Triton cannot run on the device, values are of another type, or a gradient would be lost.
         DtypeError: not bfloat16, float16 or float32.
         ShapeError: a head size above 256.
     """
@@ -21,6 +21,11 @@ def require_kernel(query: Tensor, keys: Tensor, values: Tensor) -> None:
     other = "use backend='auto' or 'reference'"
     if query.dtype not in TYPES:
         raise DtypeError(f"the Triton kernels compute in {list(TYPES)}, got {query.dtype}; {other}")
+    if values.dtype != query.dtype:
+        raise BackendError(
+            f"the Triton kernels take queries, keys and values of one type, got {query.dtype} and values of "
+            f"{values.dtype}; {other}"
+        )
     for name, size in (("keys", keys.shape[-1]), ("values", values.shape[-1])):
         if size > LARGEST_SIZE:
             raise ShapeError(f"the Triton kernels take head sizes up to {LARGEST_SIZE}, {name} have {size}; {other}")

@@ -10,7 +10,7 @@ def degree_attention_reference(
     query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, scale: float, causal: bool
 ) -> Tensor:
     """softmax_j(scale q.k_j + ln N_j) v_j in float32 (float64 for float64 input); see degree_attention."""
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    exact = torch.float64 if torch.float64 in (query.dtype, values.dtype) else torch.float32
     batch, query_heads, length, size = query.shape
     heads, slots = keys.shape[1], keys.shape[2]
     grouped = query.to(exact).reshape(batch, heads, query_heads // heads, length, size)

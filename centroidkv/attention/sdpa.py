@@ -15,6 +15,9 @@ def degree_attention_sdpa(
     The query heads of a group are laid out as further queries of their KV head, [B, H, G * L, D]: keys are read once
     per KV head instead of being repeated, and one bias per KV head serves the whole group.
     """
+    kind = query.dtype
+    if values.dtype != kind:  # the kernels take one type
+        query, keys, values = (x.to(torch.promote_types(kind, values.dtype)) for x in (query, keys, values))
     batch, query_heads, length, size = query.shape
     heads, slots = keys.shape[1], keys.shape[2]
     packed = query.reshape(batch, heads, query_heads // heads * length, size)
@@ -34,4 +37,4 @@ def degree_attention_sdpa(
     if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
         bias = bias.to(query.dtype)  # CUDA kernels want the query's type; ln N < 16 keeps two decimals in it
     out = scaled_dot_product_attention(packed, keys, values, attn_mask=bias, scale=scale)
-    return out.masked_fill(blind, 0.0).reshape(batch, query_heads, length, -1)
+    return out.masked_fill(blind, 0.0).reshape(batch, query_heads, length, -1).to(kind)

@@ -14,7 +14,8 @@ from centroidkv.cache.slots import Slots
 from centroidkv.cache.storage import Held
 from centroidkv.compressor import Compressor
 from centroidkv.dense import last_live, map_rows
-from centroidkv.errors import BudgetError, CacheError, DtypeError, SavedCacheError, StageError
+from centroidkv.errors import BudgetError, CacheError, SavedCacheError, StageError
+from centroidkv.guards import check_types
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
 
@@ -96,8 +97,7 @@ class FixedState(GrowingState):
             raise CacheError(
                 f"a step takes one token for the rows and KV heads held; held: {held}, got {tuple(keys.shape)}"
             )
-        if keys.dtype != slots.keys.dtype:
-            raise DtypeError(f"the cache holds {slots.keys.dtype}, the new token is {keys.dtype}; cast one of them")
+        check_types(slots, keys, values)
         torch._assert_async(
             slots.cursor[0] < self.capacity,
             f"all {self.capacity} slots are taken: clustering was due and the cache was not asked between the steps. "

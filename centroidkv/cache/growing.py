@@ -16,7 +16,8 @@ from centroidkv.cache.query_log import QueryLog, thin
 from centroidkv.cache.storage import Held, Storage
 from centroidkv.compressor import Compressor
 from centroidkv.dense import last_live, map_rows
-from centroidkv.errors import CacheError, DtypeError, RotaryError, StageError
+from centroidkv.errors import CacheError, RotaryError, StageError
+from centroidkv.guards import check_types, refuse_gradients
 from centroidkv.queries import QUERIES
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
@@ -110,7 +111,7 @@ class GrowingState:
         if self._kept is None:
             return 0
         like = self._kept.like
-        per_slot = (like.keys.shape[-1] + like.values.shape[-1]) * like.keys.element_size()
+        per_slot = sum(x.shape[-1] * x.element_size() for x in (like.keys, like.values))
         return like.batch * like.heads * self.logical * per_slot
 
     def append(
@@ -127,6 +128,7 @@ class GrowingState:
             as nothing was compressed, unless ``degrees`` asks for them: other layers were, and the mask is theirs.
 
         Raises:
+            DtypeError: keys or values of another type than those held (each has its own).
             Whatever the compressor raises; the layer is then as it was before the call.
         """
         if self.compressor.needs_queries and queries is None:
@@ -211,6 +213,7 @@ class GrowingState:
 
     def _check_fit(self, keys: Tensor, values: Tensor) -> None:
         """Refuse tokens that are not of the batch, the heads and the types held; before anything is computed."""
+        refuse_gradients("this cache", keys, values)
         if self._kept is None or keys.ndim != 4 or values.ndim != 4:
             return  # the first tokens say what is held; other shapes are KVState's to refuse
         old = self._kept.like
@@ -219,8 +222,7 @@ class GrowingState:
                 f"the cache holds {old.batch} rows of {old.heads} KV heads, the new tokens have {keys.shape[0]} rows "
                 f"of {keys.shape[1]}; one cache serves one batch: reset() it, or make another"
             )
-        if old.keys.dtype != keys.dtype:
-            raise DtypeError(f"the cache holds {old.keys.dtype}, the new tokens are {keys.dtype}; cast one of them")
+        check_types(old, keys, values)
 
     def fetch(self) -> None:
         """Start to bring near what the next :meth:`append` attends to, where a storage keeps it elsewhere."""

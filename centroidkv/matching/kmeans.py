@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from centroidkv.errors import StageError
 from centroidkv.protocols import Similarity
+from centroidkv.ranges import in_hull
 from centroidkv.records import Assignment, Partition
 
 
@@ -46,9 +48,7 @@ class KMeans:
             cluster = similarity(keys, centroids).argmax(-1)
             wide = cluster[..., None]
             total = torch.zeros_like(mass[:, :, :count]).scatter_add(2, wide, mass)
-            moment = torch.zeros_like(centroids).scatter_add(2, wide.expand_as(keys), mass * keys)
-            moved = moment / total.clamp(min=torch.finfo(keys.dtype).tiny)
-            centroids = torch.where(total > 0, moved, centroids)
+            centroids = torch.where(total > 0, in_hull(partial(_means, keys, mass, total, wide), keys.dtype), centroids)
         score, cluster = similarity(keys, centroids).max(-1)
 
         # The member of highest score represents its cluster; among equals the earliest.
@@ -66,3 +66,11 @@ class KMeans:
         )
         single = (rank < missing) & ~stays
         return Assignment(torch.where(single, index, medoid.gather(-1, cluster)))
+
+
+def _means(keys: Tensor, mass: Tensor, total: Tensor, cluster: Tensor, scale: float) -> Tensor:
+    """``scale`` times every cluster's weighted mean: its sum over its mass, or a sum of shares where that overflows."""
+    total = total.clamp(min=torch.finfo(keys.dtype).tiny)
+    parts = mass * keys if scale == 1 else mass / total.gather(2, cluster) * (keys * scale)
+    sums = torch.zeros_like(keys[:, :, : total.shape[2]]).scatter_add(2, cluster.expand_as(keys), parts)
+    return sums / total if scale == 1 else sums

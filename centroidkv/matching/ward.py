@@ -67,8 +67,8 @@ class WardMatching:
             return state
         importance = _over_mean(expected_attention(state, self), free) + self.floor
         if self.passage:
-            before = replace(state, keys=state.keys_before_rope(self).to(state.keys.dtype))
-            importance = importance + self.passage * _over_mean(passages(before).clamp(min=0).square(), free)
+            standing_out = passages(state.before_rope(self)).clamp(min=0).square()
+            importance = importance + self.passage * _over_mean(standing_out, free)
         return replace(state, slot_data={**state.slot_data, IMPORTANCE: importance})
 
     def weigh(self, scores: Tensor, source: Tensor, target: Tensor) -> Tensor:

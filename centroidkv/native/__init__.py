@@ -122,6 +122,8 @@ def library() -> ctypes.CDLL:
 
 def why_not_these(*tensors: Tensor) -> str | None:
     """Why the native library cannot work on keys, values and queries like these; None if it can."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return f"it takes tensors of one type, not {' and '.join(str(tensor.dtype) for tensor in tensors)}"
     for tensor in tensors:
         if tensor.device.type != "cpu":
             return f"it is for the CPU, not {tensor.device}"

@@ -270,6 +270,7 @@ struct Rounds {
 };
 
 constexpr float SAFE = 1.152921504606847e18f;  // 2^60: norms within [1 / SAFE, SAFE] can be squared and multiplied
+constexpr float LARGE = 4.253529586511731e37f;  // 2^125: differences of numbers below it, and means taken by them, are finite
 
 // One head on its way through the rounds. Rows never move: the list of free slots shrinks.
 template <class T>
@@ -307,8 +308,13 @@ struct Head {
             if (!is_free[slot]) continue;
             free.push_back(slot);
             for (int64_t i = 0; i < p.size; i += W) store(&keys[slot * p.size + i], load(k + slot * p.k_t + i));
-            for (int64_t i = 0; i < p.value_size; i += W)
-                store(&values[slot * p.value_size + i], load(v + slot * p.v_t + i));
+            IVec beyond{};
+            for (int64_t i = 0; i < p.value_size; i += W) {
+                const Vec x = load(v + slot * p.v_t + i);
+                beyond |= (x > LARGE) | (x < -LARGE);
+                store(&values[slot * p.value_size + i], x);
+            }
+            for (int w = 0; w < W; ++w) safe = safe && !beyond[w];
             note(slot);
         }
     }
@@ -481,7 +487,8 @@ void centroidkv_attend(int type, const Attention* a, const void* query, const vo
         attend(*a, (const bf16*)query, (const bf16*)keys, (const bf16*)values, log_degree, table, lengths, (bf16*)out);
 }
 
-// 0, or 1 if a norm is too large or too small to be squared: then nothing was computed.
+// 0, or 1 if a key's norm is too large or too small to be squared, or a value so large that a difference of two may
+// overflow: then nothing was computed.
 int centroidkv_rounds(int type, const Rounds* p, const void* keys, const void* values, const float* degree,
                       const uint8_t* free, const int64_t* removed, void* out_keys, void* out_values, float* out_degree,
                       int64_t* origin) {

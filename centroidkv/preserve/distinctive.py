@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -73,7 +73,7 @@ class Distinctive:
 
     def select(self, state: KVState, free: Tensor, count: int) -> Tensor:
         if self.rope == "before":
-            state = replace(state, keys=state.keys_before_rope(self).to(state.keys.dtype))
+            state = state.before_rope(self)
         score = self.score(state) if callable(self.score) else self.SCORES[self.score](state)
         if score.shape != free.shape:
             raise ShapeError(f"a score must be [B, H, T] = {tuple(free.shape)}, got {tuple(score.shape)}")

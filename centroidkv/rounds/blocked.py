@@ -17,8 +17,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from centroidkv.errors import BackendError
+from centroidkv.errors import BackendError, NonFiniteError
 from centroidkv.matching.bipartite import share_out
+from centroidkv.ranges import in_hull
 from centroidkv.rounds.scorers import Scorer
 from centroidkv.rounds.threads import in_parallel
 from centroidkv.state import IMPORTANCE, KVState, accumulation_dtype, gather_slots
@@ -137,7 +138,8 @@ class _Group:
         self.free = free.flatten().nonzero()[:, 0]
         self.origin = torch.arange(free.numel())
         self.noted: Tensor | None = None  # what the scorer noted of every slot's key
-        self.dtype = accumulation_dtype(rows[0].dtype)
+        first, second = (accumulation_dtype(x.dtype) for x in rows)
+        self.dtype = torch.promote_types(first, second)  # scorers see keys and values in one type
 
     def round(self, edges: int, scorer: Scorer, settings: Settings, room: list[Tensor]) -> None:
         """Merge ``edges`` slots of every head; survivors go to the front of ``room``, which may be where they are."""
@@ -153,13 +155,19 @@ class _Group:
             name: weight.index_copy(0, changed, weight[changed] + _sums(weight[movers], which, len(changed)))
             for name, weight in self.weights.items()
         }
-        share = before[movers].to(self.dtype) / self.weights["degree"][targets].to(self.dtype)
+        if len(movers) != edges * self.heads:
+            raise NonFiniteError(
+                f"similarities are NaN, so {edges} merges per head cannot be chosen: keys or values are so long that "
+                f"comparing them leaves {self.dtype}. Look for an overflow upstream"
+            )
+        mass, total = before[movers], self.weights["degree"][targets]
         stays = torch.ones(len(self.origin), dtype=torch.bool)
         stays[movers] = False
         keep = stays.nonzero()[:, 0]
         landing = changed - torch.searchsorted(movers, changed)
         for i, (x, into) in enumerate(zip(self.rows, room, strict=True)):
-            merged = _centroids(x, movers, targets, share, changed, which)
+            exact = accumulation_dtype(x.dtype)
+            merged = _centroids(x, movers, targets, mass.to(exact) / total.to(exact), changed, which)
             self.rows[i] = _move_up(x, keep, int(movers[0]), into).index_copy_(0, landing, merged)
             if i == 0 and self.noted is not None:
                 self.noted = self.noted.index_select(0, keep)
@@ -231,16 +239,24 @@ def _sums(rows: Tensor, which: Tensor, count: int) -> Tensor:
 
 def _centroids(x: Tensor, movers: Tensor, targets: Tensor, share: Tensor, changed: Tensor, which: Tensor) -> Tensor:
     """x_b + sum over the movers t of b of share_t (x_t - x_b) for the slots b in ``changed``; a few rows at a time."""
-    sums = share.new_zeros(len(changed), x.shape[-1])
-    for begin in range(0, len(movers), MOVE):
-        part = slice(begin, begin + MOVE)
-        pull = x.index_select(0, movers[part]).to(share.dtype)
-        pull.sub_(x.index_select(0, targets[part])).mul_(share[part, None])
-        sums.index_add_(0, which[part], pull)
-    for begin in range(0, len(changed), MOVE):
-        part = slice(begin, begin + MOVE)
-        sums[part].add_(x.index_select(0, changed[part]))
-    return sums.to(x.dtype)
+
+    def some(slots: Tensor, part: slice, scale: float) -> Tensor:
+        rows = x.index_select(0, slots[part])
+        return rows if scale == 1 else rows.to(share.dtype) * scale
+
+    def mean(scale: float) -> Tensor:
+        sums = share.new_zeros(len(changed), x.shape[-1])
+        for begin in range(0, len(movers), MOVE):
+            part = slice(begin, begin + MOVE)
+            pull = some(movers, part, scale).to(share.dtype)
+            pull.sub_(some(targets, part, scale)).mul_(share[part, None])
+            sums.index_add_(0, which[part], pull)
+        for begin in range(0, len(changed), MOVE):
+            part = slice(begin, begin + MOVE)
+            sums[part].add_(some(changed, part, scale))
+        return sums
+
+    return in_hull(mean, x.dtype)
 
 
 def _move_up(x: Tensor, keep: Tensor, first: int, into: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from centroidkv.aggregate.segments import add_importance
 from centroidkv.dense import merge_sorted
+from centroidkv.errors import BackendError
 from centroidkv.kernels import LARGEST_SIZE, TYPES
 from centroidkv.matching.bipartite import share_out
 from centroidkv.matching.candidates import Candidates, best
@@ -22,9 +23,10 @@ LARGEST_FUSED_CHUNK = 256
 
 
 def kernels_take(state: KVState) -> bool:
-    """Whether the kernels are written for keys and values of this type and size."""
+    """Whether the kernels are written for keys and values of these types and sizes."""
     sizes = (state.keys.shape[-1], state.values.shape[-1])
-    return state.keys.dtype in TYPES and min(sizes) > 0 and max(sizes) <= LARGEST_SIZE
+    one_type = state.keys.dtype == state.values.dtype
+    return one_type and state.keys.dtype in TYPES and min(sizes) > 0 and max(sizes) <= LARGEST_SIZE
 
 
 @torch.no_grad()
@@ -41,8 +43,13 @@ def triton_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: 
         settings: see :class:`~centroidkv.rounds.blocked.Settings`; a combination that has kernels.
 
     Raises:
-        BackendError: the kernels cannot run on this device, or not on keys or values of this type or size.
+        BackendError: the kernels cannot run on this device, or not on keys or values of these types or sizes.
     """
+    if state.keys.dtype != state.values.dtype:
+        raise BackendError(
+            f"backend='triton' was asked for, but its kernels take keys and values of one type, got {state.keys.dtype} "
+            f"and {state.values.dtype}; use backend='auto'"
+        )
     order = (~free).byte().argsort(dim=-1, stable=True)
     count = int(free[0, 0].sum())
     kept, body = state.select(order[..., count:]), state.select(order[..., :count])

@@ -26,7 +26,9 @@ def why_not_settings(settings: Settings) -> str | None:
 
 @torch.no_grad()
 def native_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: Settings) -> KVState:
-    """As :func:`~centroidkv.rounds.blocked.blocked_rounds`, which takes over where norms cannot be squared in float32.
+    """As :func:`~centroidkv.rounds.blocked.blocked_rounds`, which takes over near the ends of float32's range.
+
+    That is where norms cannot be squared, or differences of values overflow.
 
     Raises:
         BackendError: the library does not take such keys or stages, or there is none.

@@ -13,6 +13,7 @@ from centroidkv.dense import compact, map_dense, merge_sorted
 from centroidkv.errors import StageError
 from centroidkv.protocols import Aggregator, Matcher, Partitioner, Similarity, check_assignment, matcher_capacity
 from centroidkv.protocols import split_slots as split_by
+from centroidkv.ranges import in_hull
 from centroidkv.records import Assignment, Partition
 from centroidkv.state import KVState, accumulation_dtype
 
@@ -110,5 +111,9 @@ def comparable(stages: Stages, state: KVState) -> tuple[Tensor, Tensor]:
     else:
         keys = state.keys.to(accumulation_dtype(state.keys.dtype))
     if getattr(similarity, "heads", "each") == "mean":
-        return keys.mean(1, keepdim=True), weight.mean(1, keepdim=True)
+
+        def pooled(scale: float) -> Tensor:  # the heads' sum may leave the type, their mean does not
+            return keys.mean(1, keepdim=True) if scale == 1 else (keys * (scale / keys.shape[1])).sum(1, keepdim=True)
+
+        return in_hull(pooled, keys.dtype), weight.mean(1, keepdim=True)
     return keys, weight

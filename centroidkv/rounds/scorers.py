@@ -46,6 +46,8 @@ class CosineOfKeys:
         norm = torch.linalg.vector_norm(keys, dim=-1)
         # Norms that cannot be squared are taken again, block by block, from keys brought to a size that can.
         self.safe &= not len(norm) or bool(norm.amax() < SAFE and norm.masked_fill(norm == 0, 1).amin() > 1 / SAFE)
+        if self.safe and len(norm) and not bool(norm.amin()):  # a tiny key whose squares vanish is not a zero key
+            self.safe = not bool(keys[norm == 0].any())
         return norm.reciprocal_().masked_fill_(norm.isinf(), 0) if self.safe else norm
 
     def __call__(self, keys: Tensor, values: Tensor, weight: Tensor, noted: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +99,7 @@ def _cosine(similarity: Any, state: KVState, group: slice) -> Scorer:
 
 
 def _ward_on_logits(similarity: Any, state: KVState, group: slice) -> Scorer:
-    dtype = accumulation_dtype(state.keys.dtype)
+    dtype = torch.promote_types(accumulation_dtype(state.keys.dtype), accumulation_dtype(state.values.dtype))
     factor, scale = (state.head_data[name].flatten(0, 1)[group].to(dtype) for name in ("logit_factor", "value_scale"))
     return WardOnLogits(factor, scale)
 

@@ -129,6 +129,7 @@ def _round(
 
     # Merge: the members of each target in order.
     joins = tl.where(leaves > 0, which, -1)
+    weights = tl.load(degree + 2 * index.to(tl.int64) * degree_t, mask=is_source, other=0.0)
     value_column = tl.arange(0, VALUE_SIZE)
     for begin in range(0, length // 2, ROWS):
         mine = begin + tl.arange(0, ROWS)
@@ -140,6 +141,7 @@ def _round(
         position = tl.load(positions + slot.to(tl.int64) * positions_t, mask=live, other=0)
         joined = joins[None, :] == mine[:, None]
         count = tl.sum(joined.to(tl.int32), 1)
+        total += tl.sum(tl.where(joined, weights[None, :], 0.0), 1)  # first: shares of it cannot overflow
         key_pull = tl.zeros((ROWS, SIZE), tl.float32)
         value_pull = tl.zeros((ROWS, VALUE_SIZE), tl.float32)
         member = tl.full((ROWS,), -1, tl.int32)
@@ -149,13 +151,12 @@ def _round(
             near = load_rows(keys, 2 * member, column, keys_t, keys_d, found, size)
             value_near = load_rows(values, 2 * member, value_column, values_t, values_d, found, value_size)
             weight = tl.load(degree + 2 * member.to(tl.int64) * degree_t, mask=found, other=0.0)
-            key_pull = pulled(key_pull, key, near, weight, found)
-            value_pull = pulled(value_pull, value, value_near, weight, found)
-            total += weight
+            key_pull = pulled(key_pull, key, near, weight, total, found)
+            value_pull = pulled(value_pull, value, value_near, weight, total, found)
         before = tl.sum(((joins[None, :] >= 0) & (index[None, :] <= mine[:, None])).to(tl.int32), 1)
         merged = slot - before
-        store_rows(keys_out, settled(key, key_pull, total, count > 0), merged, column, live, size)
-        store_rows(values_out, settled(value, value_pull, total, count > 0), merged, value_column, live, value_size)
+        store_rows(keys_out, settled(key, key_pull, count > 0), merged, column, live, size)
+        store_rows(values_out, settled(value, value_pull, count > 0), merged, value_column, live, value_size)
         tl.store(degree_out + out + merged, total, mask=live)
         tl.store(positions_out + out + merged, position, mask=live)
 

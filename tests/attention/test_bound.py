@@ -58,3 +58,16 @@ def test_equal_keys_cost_nothing():
     error, bound = merge(4, 5, 8, 0.0, 1)
     assert bound < 1e-12
     assert error < 1e-12
+
+
+def test_the_bound_is_never_nan():
+    """Also where exp(spread) overflows: then it is infinite, or 0 where there is nothing to move."""
+    numbers = torch.tensor([0.0, 0.3, 1.0])
+    spread, weight, rest, values = torch.meshgrid(
+        torch.tensor([0.0, 5.0, 1e3]), numbers, numbers, numbers, indexing="ij"
+    )
+    bound = merge_error_bound(spread, weight, rest, values)
+    assert not bound.isnan().any()
+    assert bound[spread < 100].isfinite().all()
+    assert (bound[(weight == 0) | ((rest == 0) & (values == 0))] == 0).all()
+    assert (bound[(spread > 100) & (weight == 0.3) & (rest > 0)] == torch.inf).all()

@@ -12,8 +12,8 @@ from centroidkv.integrations.transformers.layer import CentroidLayer
 def repeated(cache, config, weigh=None):
     """A function ``(model, ids, tail, position_ids) -> logits`` of the plain model on a copy of ``cache`` as it is.
 
-    ``weigh [T]``: what is added to the logits of each slot, hence of all its copies. ``tail [1, 1, L, L]``: the additive
-    mask among the new tokens.
+    ``weigh [T]``: what is added to the logits of each slot, hence of all its copies. ``tail [1, 1, L, L]``: the
+    additive mask among the new tokens.
     """
     plain, biases = DynamicCache(config=config), []
     for index, layer in enumerate(cache.layers):

@@ -37,7 +37,8 @@ def compressor(heads="each", budget=0.4):
 def make(name, kind=AutoModelForCausalLM, attention="sdpa", **fields):
     torch.manual_seed(0)
     try:
-        config = AutoConfig.for_model(name, **{**SMALL, **fields})
+        common = {} if kind is AutoModelForSeq2SeqLM else SMALL
+        config = AutoConfig.for_model(name, **{**common, **fields})
         return kind.from_config(config, attn_implementation=attention).eval()
     except (ValueError, TypeError) as error:
         pytest.skip(f"{name} in this release: {error}")
@@ -76,6 +77,7 @@ def test_repeated_heads(prompt, use):
 @pytest.mark.parametrize("use", ROUTES)
 def test_a_bias_of_the_models_own_is_refused_at_the_first_token(prompt, use):
     fields = {
+        "vocab_size": 101,
         "d_model": 64,
         "d_kv": 16,
         "d_ff": 96,
@@ -122,8 +124,8 @@ def test_enable_looks_whether_it_took():
 @pytest.mark.parametrize("use", ROUTES)
 def test_cross_attention_is_told_the_pair_of_caches_to_use(prompt, use):
     fields = {
-        "d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "decoder_start_token_id": 1,
+        "vocab_size": 101, "d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "decoder_start_token_id": 1,
     }  # fmt: skip
     model = make("bart", AutoModelForSeq2SeqLM, **fields)
     with torch.no_grad(), used(model, use):
@@ -247,9 +249,15 @@ def test_attention_taken_away_in_the_last_layer_is_noticed_in_that_pass(llama, p
     model, cache = llama(), CentroidCache(compressor(), interval=1000)
     with torch.no_grad(), enable(model):
         model(prompt(90), past_key_values=cache)
-        last = cache.layers[-1].growing
-        append = last.append
-        last.append = lambda *args: (model.set_attn_implementation("sdpa"), append(*args))[1]
+        hand_over, calls = cache._pass.hand_over, []
+
+        def then_taken_away(*args):
+            calls.append(hand_over(*args))
+            if len(calls) == len(cache.layers):
+                model.set_attn_implementation("eager")
+            return calls[-1]
+
+        cache._pass.hand_over = then_taken_away
         with pytest.raises(BackendError, match="without the degrees"):
             model(prompt(1), past_key_values=cache)
 

@@ -49,7 +49,7 @@ def paged_degree_attention(
     Args:
         query: ``[R, Hq, D]``, one new token per request; query head h reads KV head h // (Hq / H).
         key_blocks: ``[N, block, H, D]``, same dtype and device as the query; any strides.
-        value_blocks: ``[N, block, H, Dv]``, likewise.
+        value_blocks: ``[N, block, H, Dv]``, same device; any floating point type.
         log_degree: ``[N, block, H]`` float32, ln N; 0 = a raw token, -inf = an empty slot, which must hold finite
             numbers all the same. Slots behind a request's length may hold anything.
         block_table: ``[R, M]`` int32; entries behind a request's length may be anything.
@@ -58,7 +58,7 @@ def paged_degree_attention(
         scale: factor on q.k; default 1 / sqrt(D).
         backend: "reference" (explicit, float32, request by request), "sdpa" (PyTorch's fused attention over gathered
             blocks), "native" (a compiled loop over the blocks as they lie, on the CPU), "triton" (no gradients), or
-            "auto": triton on a GPU if it can compute this, else sdpa.
+            "auto": triton on a GPU if it can compute this, else sdpa. Native and triton want one type for all.
 
     Returns:
         ``[R, Hq, Dv]`` in the query's dtype. A request without live slots gets zeros.
@@ -110,9 +110,10 @@ def _check(
             f"{requests} requests need block_table [{requests}, M] and lengths [{requests}], got "
             f"{tuple(block_table.shape)} and {tuple(lengths.shape)}"
         )
-    if not query.dtype.is_floating_point or not query.dtype == key_blocks.dtype == value_blocks.dtype:
+    floats = query.dtype.is_floating_point and value_blocks.dtype.is_floating_point
+    if not floats or query.dtype != key_blocks.dtype:
         raise DtypeError(
-            "query, key_blocks and value_blocks must share one floating point dtype, got "
+            "query and key_blocks must share one floating point dtype, and value_blocks have one, got "
             f"{query.dtype}, {key_blocks.dtype}, {value_blocks.dtype}"
         )
     if log_degree.dtype != torch.float32:

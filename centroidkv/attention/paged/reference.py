@@ -17,7 +17,7 @@ def paged_degree_attention_reference(
     scale: float,
 ) -> Tensor:
     """softmax_j(scale q.k_j + ln N_j) v_j in float32 (float64 for float64 input); see paged_degree_attention."""
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    exact = torch.float64 if torch.float64 in (query.dtype, value_blocks.dtype) else torch.float32
     requests, query_heads, size = query.shape
     block, heads = key_blocks.shape[1:3]
     out = query.new_zeros(requests, query_heads, value_blocks.shape[-1])

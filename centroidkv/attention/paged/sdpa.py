@@ -22,6 +22,10 @@ def paged_degree_attention_sdpa(
     Blocks are gathered head by head, so that each is one piece of memory where a head's slots of a block lie together
     (blocks as ``[N, H, block, D]``, transposed); the grouped query heads of a KV head are further queries of it.
     """
+    kind = query.dtype
+    if value_blocks.dtype != kind:  # the kernels take one type
+        wide = torch.promote_types(kind, value_blocks.dtype)
+        query, key_blocks, value_blocks = (x.to(wide) for x in (query, key_blocks, value_blocks))
     requests, query_heads, size = query.shape
     block, heads = log_degree.shape[1:]
     columns = block_table.shape[1]
@@ -47,7 +51,7 @@ def paged_degree_attention_sdpa(
     if blind.any():  # a query that sees no live slot has no softmax; its output is defined as zero
         bias = bias.masked_fill(blind, 0.0)
     out = scaled_dot_product_attention(packed, keys, values, attn_mask=bias, scale=scale)
-    return out.masked_fill(blind, 0.0).reshape(requests, query_heads, -1)
+    return out.masked_fill(blind, 0.0).reshape(requests, query_heads, -1).to(kind)
 
 
 def _by_head(blocks: Tensor) -> Tensor:
