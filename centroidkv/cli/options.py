@@ -102,7 +102,9 @@ def check_model(name: str) -> None:
     elif path.exists():
         raise ModelError(f"{name!r} is a file; name the folder of a model, or {SMOLLM2!r} for the packaged one")
     elif not HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise ModelError(f"there is no folder {name!r}; name the folder of a model, or {SMOLLM2!r} for the packaged one")
+        raise ModelError(
+            f"there is no folder {name!r}; name the folder of a model, or {SMOLLM2!r} for the packaged one"
+        )
 
 
 def load(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -131,7 +133,9 @@ def check_picture(path: Path) -> None:
 
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in known:
-        raise CommandError(f"the picture {str(path)!r} ends in none of {', '.join(known)}; name it demo.png, for example")
+        raise CommandError(
+            f"the picture {str(path)!r} ends in none of {', '.join(known)}; name it demo.png, for example"
+        )
     if path.is_dir():
         raise CommandError(f"the picture {str(path)!r} is a folder; name a file in it")
     folder = path.parent

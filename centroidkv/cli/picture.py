@@ -21,7 +21,7 @@ def similarity_by_distance(cosines: Tensor, longest: int) -> Tensor:
 
 
 def draw_similarity(keys: Tensor, path: Path, title: str) -> None:
-    """Heat map of the first head's key similarity, and similarity by distance of every head; the suffix is the format."""
+    """Heat map of the first head's key similarity, and similarity by distance of every head; in the suffix's format."""
     from matplotlib.figure import Figure  # not pyplot, which keeps a back end and figures for the whole process
 
     cosines = key_cosines(keys)

@@ -51,6 +51,9 @@ def finish(name: str, work: Callable[[], int], errors: type[Exception] = Excepti
             if isinstance(error, Terminated) or signal.SIGTERM in came:
                 return _end(f"{name}: terminated", TERMINATED)
             if isinstance(error, KeyboardInterrupt) or came:
+                # An interrupt that passed through exec("...") (dataclasses are made that way) is remembered by Python,
+                # which would end itself by a signal instead of with our status. Any later exec makes it forget.
+                exec("")
                 return _end(f"{name}: interrupted", INTERRUPTED)
             if isinstance(error, BrokenPipeError) and _unread():
                 return _end(None, UNREAD)
@@ -76,7 +79,7 @@ def _end(line: str | None, status: int) -> int:
 
 
 def _drop(stream: Any) -> None:
-    """Let a stream that can no longer be written lead nowhere, else the interpreter's end reports what it still holds."""
+    """Let a stream that can no longer be written lead nowhere, or Python's end would report what it still holds."""
     with suppress(OSError, ValueError, AttributeError):
         number = stream.fileno()
         try:
@@ -119,8 +122,8 @@ def _signals() -> Iterator[list[int]]:
     def lost(unraisable: Any) -> None:
         # Raised within a destructor or a callback, where Python drops it: it has to be raised again, outside.
         if isinstance(unraisable.exc_value, KeyboardInterrupt | Terminated) and len(came) == 1:
-            number = came.pop()
-            threading.Timer(0.01, signal.raise_signal, (number,)).start()
+            main = threading.main_thread().ident
+            threading.Timer(0.01, signal.pthread_kill, (main, came.pop())).start()
         else:
             hook(unraisable)
 

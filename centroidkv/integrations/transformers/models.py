@@ -66,7 +66,7 @@ def load_gemma3_270m(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 
 def load_named(name: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Model and tokenizer by the name of a packaged model (a key of PACKAGED), or from a folder whose code never runs."""
+    """Model and tokenizer by the name of a packaged model (a key of PACKAGED), or from a folder: as load_pretrained."""
     return PACKAGED[name](dtype) if isinstance(name, str) and name in PACKAGED else load_pretrained(name, dtype)
 
 
