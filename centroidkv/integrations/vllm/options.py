@@ -128,7 +128,7 @@ def _budget(given: Any) -> float | int:
         raise ServingError(f"{wanted}, got {given!r:.80}")
     # Whole numbers first: those beyond a float's range cannot be looked at otherwise.
     if isinstance(given, Integral):
-        if 1 <= given <= MOST:
+        if 1 <= int(given) <= MOST:
             return int(given)
         raise ServingError(f"{wanted}, got {_shown(int(given))}")
     try:
