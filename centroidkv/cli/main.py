@@ -67,10 +67,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars but ours, and no warning about what we know, until the end of the block."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
 
-    shown, hub_shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    hub = logging.hf_hub_utils  # which has a switch of its own
+    shown, hub_shown = logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
     # One progress bar is ours; those of loading weights would break into it.
     logging.disable_progress_bar()
     try:
@@ -83,7 +83,7 @@ def _quiet() -> Iterator[None]:
         if shown:
             logging.enable_progress_bar()  # and the hub's with them
             if not hub_shown:
-                disable_progress_bars()
+                hub.disable_progress_bars()
 
 
 if __name__ == "__main__":

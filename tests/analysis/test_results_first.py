@@ -37,3 +37,15 @@ def test_results_are_printed_before_anything_is_written(main):
     prints = [index for index, statement in enumerate(main.body) if "print" in called(statement)]
     writes = [index for index, statement in enumerate(main.body) if called(statement) & WRITERS]
     assert max(prints) < min(writes)
+
+
+def test_settings_that_python_takes_for_equal_are_different_settings(tmp_path):
+    from analysis.store import Store
+    from centroidkv.errors import EvaluationError
+
+    path = tmp_path / "results.json"
+    Store(path, {"budget": 1}).add("cell", {"figure": 2})
+    assert Store(path, {"budget": 1}).cells["cell"]["figure"] == 2
+    for other in (1.0, True):
+        with pytest.raises(EvaluationError, match="results of other settings"):
+            Store(path, {"budget": other})
