@@ -94,8 +94,6 @@ def main() -> None:
     for preset in tqdm(PRESETS, file=sys.stderr, leave=False):
         for budget in BUDGETS:
             errors[preset, budget] = torch.stack([layer_error(layer, preset, budget, rotary) for layer in layers])
-    if options.picture:
-        draw(errors, options.picture)
     ratios = torch.cat([bound_tightness(layer) for layer in layers])
     print(f"SmolLM2-135M-Instruct, {options.tokens} tokens, last {QUERIES} queries; mean over layers and heads")
     print(f"One merge of two neighbours, error / bound over {len(ratios)} merges (1 = the bound is reached):")
@@ -108,6 +106,8 @@ def main() -> None:
         cells = [errors[preset, budget] for budget in BUDGETS]
         rows.append([preset, *(f"{c.mean():.3f} ({c.min():.3f} .. {c.max():.3f})" for c in cells)])
     print(format_table(("preset", *(f"{budget:.1%}" for budget in BUDGETS)), rows))
+    if options.picture:
+        draw(errors, options.picture)
 
 
 def draw(errors: dict[tuple[str, float], Tensor], path: Path) -> None:

@@ -150,6 +150,10 @@ def main(argv: list[str] | None = None) -> None:
     results = {n: measure(n, options) for n in tqdm(options.tokens, file=sys.stderr, leave=False)}
     name = device_name(options.device)
     chosen = chosen_backend(*inputs(1, options)[:3])
+    shape = f"{options.heads} KV heads, {options.groups} queries each, size {options.size}, {options.dtype}"
+    threads = f", {options.threads} threads" if torch.device(options.device).type == "cpu" else ""
+    print(f"{name}{threads}; {shape}; degree_attention's backend='auto' is {chosen!r} here\n")
+    print(table(results))
     if options.json:
         settings = {key: value for key, value in vars(options).items() if key != "json"}
         content = {
@@ -160,10 +164,6 @@ def main(argv: list[str] | None = None) -> None:
             "seconds": results,
         }
         write_json(options.json, content)
-    shape = f"{options.heads} KV heads, {options.groups} queries each, size {options.size}, {options.dtype}"
-    threads = f", {options.threads} threads" if torch.device(options.device).type == "cpu" else ""
-    print(f"{name}{threads}; {shape}; degree_attention's backend='auto' is {chosen!r} here\n")
-    print(table(results))
 
 
 if __name__ == "__main__":

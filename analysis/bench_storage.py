@@ -169,14 +169,14 @@ def main() -> None:
     if ids.shape[1] < options.tokens + options.steps:
         raise SystemExit(f"the text holds {ids.shape[1]} tokens, fewer than the {options.tokens + options.steps} asked")
     found = run(model.to(options.device), ids.to(options.device), options)
-    if options.json:
-        settings = {key: value for key, value in vars(options).items() if key != "json"}
-        write_json(options.json, {"environment": environment(), "settings": settings, "storages": found})
     print(
         f"{options.model}, {options.dtype}, preset {options.preset} at {options.budget:.0%}, {options.tokens} + "
         f"{options.steps} tokens, {found['int8']['events']:.0f} events, {options.threads} threads\n"
     )
     print(table(found))
+    if options.json:
+        settings = {key: value for key, value in vars(options).items() if key != "json"}
+        write_json(options.json, {"environment": environment(), "settings": settings, "storages": found})
 
 
 if __name__ == "__main__":

@@ -151,9 +151,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
         found = list(compile_all(cases, options.targets))
-    if options.json:
-        versions = {**environment(), "triton": version("triton")}
-        write_json(options.json, {"environment": versions, "kernels": [asdict(one) for one in found]})
     print(json.dumps({**environment(), "triton": version("triton")}) + "\n")
     spilling = [f"{one.kernel} on {one.target}" for one in found if one.default and one.spilled_bytes]
     print(f"default configurations that spill: {', '.join(spilling) or 'none'}\n")
@@ -162,6 +159,9 @@ def main() -> None:
     columns = ("kernel", "target", "warps", "registers", "spilled_bytes", "shared_bytes", "instructions", "seconds")
     rows = [[str(getattr(one, column)) for column in columns] for one in found]
     print(format_table([column.replace("_", " ") for column in columns], rows))
+    if options.json:
+        versions = {**environment(), "triton": version("triton")}
+        write_json(options.json, {"environment": versions, "kernels": [asdict(one) for one in found]})
 
 
 if __name__ == "__main__":

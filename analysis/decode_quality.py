@@ -175,9 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_alone("free", model, tokenizer, options, store)
     if options.chats:
         run_alone("chat", model, tokenizer, options, store)
-    if options.picture:
-        chosen = [label("", size).strip() for size in options.budgets]
-        draw(store, options.source, options.presets, chosen, options.samples, options.window, options.picture)
     print(
         f"{settings['model']}, {options.dtype}; prompt of {options.prompt} tokens, then {options.tokens}, "
         f"clustered every {options.interval}"
@@ -197,6 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         keys = ("nll", "exact", "tokens", "slots")
         header = ("method", "NLL of answers", "exact", "tokens", "slots at the end")
         print(format_table(header, alone_rows(store, "chat", keys, names, options.chats)))
+    if options.picture:
+        chosen = [label("", size).strip() for size in options.budgets]
+        draw(store, options.source, options.presets, chosen, options.samples, options.window, options.picture)
 
 
 if __name__ == "__main__":

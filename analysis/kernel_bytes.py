@@ -248,14 +248,6 @@ def main() -> None:
             )
         )
     versions = {**environment(), "triton": version("triton")}
-    if options.json:
-        shapes = {
-            "small": asdict(SMALL),
-            "llama": asdict(LLAMA),
-            "layers": LAYERS,
-            "bytes_per_second": BYTES_PER_SECOND,
-        }
-        write_json(options.json, {"environment": versions, **shapes, "kernels": cells})
     from centroidkv.cli.demo import format_table  # which imports transformers
 
     print(json.dumps(versions) + "\n")
@@ -265,6 +257,14 @@ def main() -> None:
         "asked / least", "read / least", "Llama GB", "Llama ms",
     )  # fmt: skip
     print(format_table(header, rows))
+    if options.json:
+        shapes = {
+            "small": asdict(SMALL),
+            "llama": asdict(LLAMA),
+            "layers": LAYERS,
+            "bytes_per_second": BYTES_PER_SECOND,
+        }
+        write_json(options.json, {"environment": versions, **shapes, "kernels": cells})
 
 
 if __name__ == "__main__":

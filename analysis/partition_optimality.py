@@ -115,8 +115,6 @@ def main() -> None:
     control, vocabulary = tiny_random()
     random_ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
     measured = {"SmolLM2-135M": curves_of(model, ids), "random Llama": curves_of(control, random_ids)}
-    if options.picture:
-        draw(measured, options.picture)
     soft, optimal = matching_gap(model, ids)
     rows = [row for name, curve in measured.items() for row in rows_for(name, curve)]
     print(f"{options.tokens} tokens, keys after RoPE; {len(measured['SmolLM2-135M'])} layers x heads\n")
@@ -126,6 +124,8 @@ def main() -> None:
     )
     header = ("model", "c", "monotone", "convex", "both", *sides(8), "best split", "alternating best", "largest gap")
     print(format_table(header, rows))
+    if options.picture:
+        draw(measured, options.picture)
 
 
 def draw(measured: dict[str, Tensor], path: Path) -> None:

@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
 
             load = replace(load, prompts=Path(scratch) / "prompts.jsonl")
             files = sorted(options.texts.glob("*.txt"))
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             write_prompts(tokenizer, files, options.prompt, options.requests, load.prompts)
         run_all(load, missing, plugins, options, store, Path(scratch))
     print(f"{name}, {options.requests} requests of {options.prompt} tokens, {options.output} answered\n")

@@ -114,12 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     layers = options.layers or [keys.layers[i * (len(keys.layers) - 1) // 3] for i in range(4)]
     places = [(layer, head) for layer in dict.fromkeys(layers) for head in options.heads]
-    draw_heatmaps(keys, places, options.window, f"{options.name}: cosine similarity of keys", options.heatmap)
-    draw_curves(keys, measured, f"{options.name}: mean cosine similarity of keys by distance", options.curves)
-    if options.json:
-        settings = {"model": options.name, "text": options.text.name if options.text else "prose(1)"}
-        settings |= {"tokens": options.tokens, "longest": options.longest}
-        write_json(options.json, {"settings": settings, **summary(keys, measured), "environment": environment()})
     of_model = model.config.get_text_config().num_hidden_layers
     print(
         f"{options.name}, {options.tokens} tokens, {len(keys.layers)} of {of_model} layers (full attention) x "
@@ -136,6 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\nShare of layers and heads whose curve is monotone, convex, and both, at every distance of the range:\n")
     rows = [row for name, curve in measured.items() for row in shape_rows(name, curve)]
     print(format_table(("keys", "distances", "monotone", "convex", "both"), rows))
+    draw_heatmaps(keys, places, options.window, f"{options.name}: cosine similarity of keys", options.heatmap)
+    draw_curves(keys, measured, f"{options.name}: mean cosine similarity of keys by distance", options.curves)
+    if options.json:
+        settings = {"model": options.name, "text": options.text.name if options.text else "prose(1)"}
+        settings |= {"tokens": options.tokens, "longest": options.longest}
+        write_json(options.json, {"settings": settings, **summary(keys, measured), "environment": environment()})
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ class Store:
         if path is None or not path.exists():
             return
         found = json.loads(path.read_text())
-        if found["settings"] != self.settings:
+        # Compared as they are written: to Python a budget of 1 slot equals one of 1.0, everything.
+        if json.dumps(found["settings"], sort_keys=True) != json.dumps(self.settings, sort_keys=True):
             raise EvaluationError(
                 f"{path} holds results of other settings ({found['settings']}, now {self.settings}); use another file"
             )

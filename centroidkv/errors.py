@@ -62,6 +62,14 @@ class SavedCacheError(CentroidKVError):
     """A cache cannot be saved, or a file is not a saved cache that may be gone on with here."""
 
 
+class ModelError(CentroidKVError):
+    """A model cannot be loaded: its folder is damaged or absent, or it brings code of its own that may not run."""
+
+
+class CommandError(CentroidKVError):
+    """The command ``centroidkv`` is asked for what it cannot do: a prompt it cannot read, a picture it cannot write."""
+
+
 class EvaluationError(CentroidKVError):
     """A benchmark request cannot be measured as asked: unknown preset, no question to split off, prompt too long."""
 

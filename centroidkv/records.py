@@ -35,7 +35,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         amount = self.amount
-        if isinstance(amount, bool) or not isinstance(amount, Real) or not math.isfinite(amount):
+        # Whole numbers are finite, also those beyond a float's range, which math.isfinite cannot look at.
+        finite = isinstance(amount, Integral) or (isinstance(amount, Real) and math.isfinite(amount))
+        if isinstance(amount, bool) or not finite:
             raise BudgetError(f"a budget is a finite number, got {amount!r}")
         plain = int(amount) if isinstance(amount, Integral) else float(amount)  # NumPy numbers are welcome
         object.__setattr__(self, "amount", plain)

@@ -73,3 +73,8 @@ def test_plan_arithmetic():
     plan = Plan(slots=100, budget=40, preserved=10, sizes=(45, 30))
     assert (plan.compressible, plan.removed, plan.final, plan.met) == (90, (45, 15), 40, True)
     assert not Plan(slots=100, budget=40, preserved=10, sizes=(45,)).met
+
+
+def test_whole_numbers_beyond_a_floats_range_are_budgets():
+    assert Budget.tokens(10**400).slots(7) == 10**400
+    assert Budget.of(10**400) == Budget.tokens(10**400)

@@ -108,15 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.report_only:
         measure_all(options, store)
     rows = report.flatten(store.cells)
-    if options.picture:
-        picture.plot(rows, options.picture)
-    if options.leaderboard:
-        leaderboard.write(rows, options.leaderboard, settings)
     print(
         f"{options.model}, {options.protocol} protocol, texts: {options.texts}, about {options.length} tokens; "
         f"mean over samples [95 % bootstrap interval]\n"
     )
     print(report.printed(rows))
+    if options.picture:
+        picture.plot(rows, options.picture)
+    if options.leaderboard:
+        leaderboard.write(rows, options.leaderboard, settings)
 
 
 def chosen(contenders: list[Contender], wanted: Collection[str] | None, without: Collection[str]) -> list[Contender]:

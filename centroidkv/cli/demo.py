@@ -14,10 +14,14 @@ from transformers import DynamicCache
 
 from centroidkv import presets
 from centroidkv.cli.needle import Needle, Outcome, ask, make_needle
+from centroidkv.cli.options import SMOLLM2, check_picture, load, share, whole
 from centroidkv.cli.picture import draw_similarity
-from centroidkv.integrations.transformers import load_smollm2
 
 PICTURE_LAYER = 10
+LEAST = 300
+"""Tokens of prose: a quarter of fewer would hold no centroid beside the 4 sinks and 64 recent tokens of a preset."""
+MOST = 8000
+"""Tokens of prose: the model reads 8192, and chat template, question and answer need some."""
 RUNS = (
     ("full cache", None, 1.0),
     ("streaming_llm", "streaming_llm", 0.5),
@@ -34,39 +38,53 @@ HEADER = ("method", "budget", "slots", "MiB", "bytes", "compress s", "answer", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``centroidkv demo``."""
-    parser.add_argument("--tokens", type=int, default=3000, help="length of the prose in tokens (default 3000)")
-    parser.add_argument("--seed", type=int, default=0, help="which prose, which number (default 0)")
-    parser.add_argument("--depth", type=float, default=0.4, help="where in the prose the number is hidden, 0..1")
+    length = f"length of the prose in tokens, {LEAST} to {MOST} (default 3000)"
+    parser.add_argument("--tokens", type=whole(LEAST, MOST), default=3000, help=length)
+    parser.add_argument("--seed", type=whole(0), default=0, help="which prose, which number (default 0)")
+    parser.add_argument("--depth", type=share, default=0.4, help="where in the prose the number is hidden, 0..1")
     parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="where to save the picture")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the demo and print its table."""
-    steps = tqdm(total=len(RUNS) + 2, desc="loading SmolLM2-135M", file=sys.stderr, leave=False)
-    model, tokenizer = load_smollm2()
-    needle = make_needle(tokenizer, options.tokens, options.depth, options.seed)
-    steps.update()
-    rows: list[Sequence[str]] = []
-    for name, preset, budget in RUNS:
-        steps.set_description(f"{name} at {budget:.0%}")
-        compressor = presets.ALL[preset](budget) if preset else None
-        rows.append(_row(name, budget, ask(model, tokenizer, needle, compressor)))
-        steps.update()
-    steps.set_description("drawing keys")
-    _draw(model, needle, options.picture)
-    steps.update()
-    steps.close()
+    """Run the demo, print its table, then draw its picture.
 
+    Raises:
+        CommandError: the picture cannot be written where it is asked for.
+    """
+    check_picture(options.picture)
+    with tqdm(total=len(RUNS) + 2, desc="loading SmolLM2-135M", file=sys.stderr, leave=False) as steps:
+        model, tokenizer = load(SMOLLM2, torch.float32)
+        needle = make_needle(tokenizer, options.tokens, options.depth, options.seed)
+        steps.update()
+        rows: list[Sequence[str]] = []
+        try:
+            for name, preset, budget in RUNS:
+                steps.set_description(f"{name} at {budget:.0%}")
+                compressor = presets.ALL[preset](budget) if preset else None
+                rows.append(_row(name, budget, ask(model, tokenizer, needle, compressor)))
+                steps.update()
+        finally:
+            # Also after an error or an interrupt, and before the picture: what was measured is not to be lost.
+            if rows:
+                steps.clear()
+                _print(needle, rows)
+        steps.set_description("drawing keys")
+        _draw(model, needle, options.picture)
+        steps.update()
+    print(f"Key similarity of layer {PICTURE_LAYER} is drawn in {options.picture}.")
+    return 0
+
+
+def _print(needle: Needle, rows: Sequence[Sequence[str]]) -> None:
     length = needle.context.shape[1]
     print(f"A number is hidden in {length} tokens of prose, which are compressed before it is asked for.")
     print(f"SmolLM2-135M-Instruct, float32, {torch.get_num_threads()} threads. The right answer is {needle.number}.\n")
     print(format_table(HEADER, rows))
     print(
         "\nslots: kept of the context, per KV head. bytes: share of the full keys and values. NLL: of the right answer,"
-        "\nnats per token, lower is better. tok/s: decoding, after compression."
-        f"\nKey similarity of layer {PICTURE_LAYER} is drawn in {options.picture}."
+        "\nnats per token, lower is better. tok/s: decoding, after compression.",
+        flush=True,
     )
-    return 0
 
 
 def _row(name: str, budget: float, outcome: Outcome) -> Sequence[str]:

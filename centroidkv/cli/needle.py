@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from centroidkv.cache import CacheStats
 from centroidkv.compressor import Compressor
+from centroidkv.errors import EvaluationError
 from centroidkv.integrations.transformers import CentroidCache, enable
 
 WORDS = ("amber", "basalt", "cobalt", "juniper", "linen", "saffron", "velvet", "walnut")
@@ -54,7 +55,17 @@ def prose(seed: int) -> str:
 def make_needle(
     tokenizer: Any, length: int = 3000, depth: float = 0.4, seed: int = 0, text: str | None = None
 ) -> Needle:
-    """Hide a 7-digit number ``depth`` of the way into about ``length`` tokens of prose."""
+    """Hide a 7-digit number ``depth`` of the way into about ``length`` tokens of prose.
+
+    Raises:
+        EvaluationError: ``length`` is below 1, or the text is shorter; ``depth`` is not from 0 to 1; ``seed`` is
+            negative, which would be the prose of its absolute value.
+    """
+    if length < 1 or not 0 <= depth <= 1 or seed < 0:
+        raise EvaluationError(
+            f"a needle takes length >= 1, depth from 0 to 1 and seed >= 0, got length={length!r}, depth={depth!r}, "
+            f"seed={seed!r}"
+        )
     chance = random.Random(seed)
     number, word = str(chance.randrange(10**6, 10**7)), chance.choice(WORDS)
     sentences = (text or prose(seed)).split(". ")
@@ -65,6 +76,8 @@ def make_needle(
             break
         pieces.append(sentence)
         total += len(tokenizer(sentence + ".", add_special_tokens=False).input_ids)
+    if total < length:
+        raise EvaluationError(f"the text has {total} tokens, fewer than the {length} asked for")
     pieces.insert(int(len(pieces) * depth), f"The special magic number for {word} is {number}")
     question = f"\n\nWhat is the special magic number for {word}?"
     chat = tokenizer.apply_chat_template(

@@ -21,16 +21,14 @@ def similarity_by_distance(cosines: Tensor, longest: int) -> Tensor:
 
 
 def draw_similarity(keys: Tensor, path: Path, title: str) -> None:
-    """Heat map of the first head's key similarity, and similarity by distance of every head, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Heat map of the first head's key similarity, and similarity by distance of every head; in the suffix's format."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps a back end and figures for the whole process
 
     cosines = key_cosines(keys)
     window = min(256, cosines.shape[-1])
     longest = min(256, cosines.shape[-1] - 1)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
     image = left.imshow(cosines[0, -window:, -window:].numpy(), vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=left, label="cosine similarity")
     left.set(title=f"Keys of head 0, last {window} tokens", xlabel="token", ylabel="token")
@@ -42,4 +40,3 @@ def draw_similarity(keys: Tensor, path: Path, title: str) -> None:
     right.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from centroidkv import Compressor, presets
+from centroidkv import Budget, Compressor, presets
 from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm import ServingOptions, ServingPlan
 from centroidkv.integrations.vllm.options import usable_presets
@@ -131,11 +134,76 @@ def test_options_are_read_only_where_they_are_given():
         ({"recent": 1.5}, "Recent"),
         ({"preset": "streaming_llm", "recent": 5}, r"no Recent\(slots\)"),
         ({"preset": "knorm", "sinks": 5}, "no Sinks"),
+        (None, "is a table with any of"),
+        ([], "is a table with any of"),
+        ("quick", "is a table with any of"),
+        ({"centroidkv": {"budget": 0.5}}, r"knows .* got \['centroidkv'\]"),
+        ({1: 2, "buget": 3, None: 4}, "knows .*'buget'"),
+        *(({"preset": wrong}, "preset is one of") for wrong in ([], {}, None, True, 7, ("quick",))),
+        *(
+            ({"budget": wrong}, r"budget is a share of the tokens in \(0, 1\].* or a whole number of slots")
+            for wrong in (
+                "0.25", "", None, True, False, [], {"ratio": 0.5}, 0, -1, 0.0, -0.0, -0.25, 1.0001, float("nan"),
+                float("inf"), -float("inf"), 1e308, 10**12, 10**400, -(10**400), 10**5000, 1j, np.bool_(True),
+                np.float64("nan"), Fraction(10**400, 3),
+            )
+        ),
+        *(
+            ({"interval": wrong}, "interval is a whole number of tokens >= 1")
+            for wrong in ("128", None, True, 1.0, 1.5, -1, float("nan"), [], {}, np.float32(4), np.bool_(True))
+        ),
+        *(
+            ({name: wrong}, f"{name} is a whole number of slots >= 0 for ")
+            for name in ("sinks", "recent")
+            for wrong in ("4", True, False, 4.0, 1.5, -1, float("nan"), [], {}, np.float32(4), np.bool_(False))
+        ),
+        ({"sinks": 10**400}, "never holds what is preserved"),
+        ({"recent": 1 << 31}, "never holds what is preserved"),
     ],
-)
+)  # fmt: skip
 def test_bad_options_are_refused_by_name(given, says):
     with pytest.raises(ServingError, match=says):
         ServingOptions.read({"centroidkv": given})
+
+
+def test_numbers_of_numpy_are_welcome_and_become_pythons():
+    given = {"budget": np.float32(0.25), "interval": np.int64(64), "sinks": np.int32(2), "recent": np.uint8(32)}
+    options = ServingOptions.read({"centroidkv": given})
+    assert options == ServingOptions(budget=0.25, interval=64, sinks=2, recent=32)
+    assert repr(options) == "ServingOptions(preset='quick', budget=0.25, interval=64, sinks=2, recent=32)"
+    for slots in (np.int64(512), Budget.tokens(512)):
+        assert ServingOptions(budget=slots) == ServingOptions(budget=512)
+    assert ServingOptions(budget=Budget.ratio(0.5)) == ServingOptions(budget=0.5)
+    assert ServingOptions(interval=10**400).interval == 10**400  # once, at the end of the prompt
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_equal_to_python_and_means_something_else_has_a_plan_of_its_own(first):
+    pair = [ServingOptions(budget=budget, sinks=0, recent=0) for budget in (1, 1.0)]
+    assert pair[0] != pair[1]
+    assert pair[0] == ServingOptions(budget=1, sinks=0, recent=0)
+    assert hash(pair[0]) == hash(ServingOptions(budget=1, sinks=0, recent=0))
+    assert pair[0] != "quick"
+    wanted = [Budget.tokens(1), Budget.ratio(1.0)]
+    plan_of.cache_clear()
+    for index in (first, 1 - first):
+        assert plan_of(pair[index], 16, torch.bfloat16).compressor.budget == wanted[index]
+
+
+def test_numbers_that_equal_whole_ones_are_not_remembered_for_them():
+    plan = ServingPlan(ServingOptions(budget=0.25).compressor(), 32, 128)
+    for call in (lambda: plan.region(4000.0, 4000), lambda: plan.region(4000, 4000.0),
+                 lambda: plan.untouched_blocks(4000.0, 5000), lambda: plan.untouched_blocks(4000, 5000.0)):  # fmt: skip
+        with pytest.raises(ServingError, match="counted in whole numbers"):
+            call()
+    found = plan.region(np.int64(4000), np.int32(4000))
+    assert found == plan.region(4000, 4000)
+    assert {type(found.first), type(found.end)} == {int}
+    for size in (32.0, True, 0, "32"):
+        with pytest.raises(ServingError, match="block_size is a whole number"):
+            plan_of(ServingOptions(), size, torch.bfloat16)
+        with pytest.raises(ServingError, match="interval is a whole number"):
+            ServingPlan(plan.compressor, 32, size)
 
 
 def test_usable_presets_are_those_that_are_accepted():

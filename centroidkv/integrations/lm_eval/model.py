@@ -6,40 +6,26 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_text
 from torch import Tensor
 from tqdm import tqdm
 
 import centroidkv
 from centroidkv.errors import EvaluationError
+from centroidkv.integrations.lm_eval.generation import generation_arguments
 from centroidkv.integrations.lm_eval.options import Options
+from centroidkv.integrations.lm_eval.prompt import Prompt, fit
 from centroidkv.integrations.lm_eval.question import question_start
 from centroidkv.integrations.lm_eval.tally import Tally
 from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.records import Budget
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A request in tokens.
-
-    Args:
-        index: the place of the request in the list that was given.
-        ids: its prompt's tokens.
-        context: how many of them are processed, and compressed, before the rest is seen; 0 if all are seen at once.
-    """
-
-    index: int
-    ids: list[int]
-    context: int
 
 
 @register_model("centroidkv")
@@ -67,7 +53,8 @@ class CentroidLM(HFLM):
 
     Raises:
         EvaluationError: an option is unknown, void beside another, or one of ``hf`` that is not carried over
-            (``batch_size=auto``, ``truncation``, ``backend=seq2seq``, a whole number as ``think_end_token``).
+            (``batch_size=auto``, ``truncation``, ``backend=seq2seq``, a whole number as ``think_end_token``); or the
+            model brings code of its own, and ``trust_remote_code`` is not True.
     """
 
     def __init__(
@@ -82,7 +69,7 @@ class CentroidLM(HFLM):
         **kwargs: Any,
     ) -> None:
         self.options = Options(preset, budget, interval, protocol, overlong)
-        if not str(batch_size).isdigit() or int(str(batch_size)) < 1:
+        if not str(batch_size).isdecimal() or int(str(batch_size)) < 1:
             raise EvaluationError(
                 f"batch_size is a whole number from 1 on, got {batch_size!r}; lm-eval's automatic search measures the "
                 "plain model, whose memory says nothing about a compressed one"
@@ -91,7 +78,19 @@ class CentroidLM(HFLM):
             raise EvaluationError("truncation would cut prompts in the tokenizer; use overlong=middle, or max_length=")
         if isinstance(token := kwargs.get("think_end_token"), int) or str(token).isdigit():
             raise EvaluationError(f"think_end_token is a text here, such as </think>; got the token number {token!r}")
-        super().__init__(pretrained=pretrained, batch_size=int(str(batch_size)), **kwargs)
+        # None would have transformers ask on the terminal, where anything that types may answer.
+        trusted = kwargs.setdefault("trust_remote_code", False)
+        if not isinstance(trusted, bool):
+            raise EvaluationError(f"trust_remote_code is True or False, got {trusted!r}")
+        try:
+            super().__init__(pretrained=pretrained, batch_size=int(str(batch_size)), **kwargs)
+        except ValueError as error:
+            if trusted or "trust_remote_code" not in str(error):
+                raise
+            raise EvaluationError(
+                f"the model {pretrained!r} brings Python code of its own, which is not run unasked; read it, and if "
+                "you trust it, add trust_remote_code=True to --model_args"
+            ) from error
         if self.backend != "causal":
             raise EvaluationError(f"only decoder models have a cache that grows; this one is {self.backend!r}")
         self.tally = Tally()
@@ -103,9 +102,10 @@ class CentroidLM(HFLM):
         """lm-eval's request: continue each prompt up to a stop string or a number of tokens.
 
         Raises:
-            EvaluationError: a prompt that does not fit the model, or that cannot be split for query-agnostic runs.
+            EvaluationError: a prompt that is empty, that does not fit the model, or that cannot be split for
+                query-agnostic runs; generation arguments that cannot be carried out.
         """
-        kwargs = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
+        kwargs = [generation_arguments(request.args[1], self.max_gen_toks) for request in requests]
         prompts = [self._prompt(i, request, kwargs[i]["max_gen_toks"]) for i, request in enumerate(requests)]
         texts: list[str] = [""] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc=f"generate: {self.options.label}")
@@ -159,19 +159,19 @@ class CentroidLM(HFLM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """lm-eval's request: (sum of natural log probabilities of the continuation, whether greedy would write it).
 
+        A continuation without tokens is certain: (0.0, True).
+
         Raises:
             EvaluationError: a prompt that does not fit the model, or that cannot be split for query-agnostic runs.
         """
+        encoded = [self._encoded(*request.args[:2]) for request in requests]
         if self.options.plain:
-            return list(super().loglikelihood(requests, disable_tqdm=disable_tqdm))
-        pairs = []
-        for index, request in enumerate(requests):
-            context, continuation = request.args[:2]
-            if context:
-                ids, answer = self._encode_pair(context, continuation)
-            else:
-                ids, answer = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
-            pairs.append((self._prompt(index, request, len(answer), ids), answer))
+            return self._plain_loglikelihood(requests, encoded, disable_tqdm)
+        # The last token of an answer is predicted and not read, so it needs no room.
+        pairs = [
+            (self._prompt(index, request, max(0, len(answer) - 1), ids), answer)
+            for index, (request, (ids, answer)) in enumerate(zip(requests, encoded, strict=True))
+        ]
         # Choices of one question stand together and share the processing of their context.
         pairs.sort(key=lambda pair: (-len(pair[0].ids), pair[0].ids))
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
@@ -193,8 +193,37 @@ class CentroidLM(HFLM):
         self.tally.warn(log, self.options.label)
         return results
 
+    def _plain_loglikelihood(
+        self, requests: Sequence[Any], encoded: list[tuple[list[int], list[int]]], disable_tqdm: bool
+    ) -> list[tuple[float, bool]]:
+        """As lm-eval's own model, which takes no continuation without tokens: those are answered here."""
+        asked = [index for index, (ids, answer) in enumerate(encoded) if ids and answer]
+        for request, (ids, answer) in zip(requests, encoded, strict=True):
+            if answer and not ids:
+                self._prompt(0, request, 0, ids)  # which says that it is empty
+        found = self._loglikelihood_tokens(
+            [(tuple(requests[index].args[:2]), *encoded[index]) for index in asked], disable_tqdm=disable_tqdm
+        )
+        results = [(0.0, True)] * len(requests)
+        for index, result in zip(asked, found, strict=True):
+            results[index] = result
+        for request, (_, answer) in zip(requests, encoded, strict=True):
+            if not answer:
+                self.cache_hook.add_partial("loglikelihood", request.args, (0.0, True))
+        return results
+
+    def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of a context and of its continuation, as lm-eval makes them, the empty ones included."""
+        if context:
+            return self._encode_pair(context, continuation)
+        ids, answer = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
+        # A text that begins with the prefix itself needs no other.
+        return (answer[:1], answer[1:]) if answer[:1] == ids else (ids, answer)
+
     def _score(self, cache: CentroidCache | None, rest: list[int], answer: list[int]) -> tuple[float, bool]:
         """Teacher forcing: feed ``rest`` and ``answer``, as many tokens at a time as are generated between events."""
+        if not answer:
+            return 0.0, True
         ids = torch.tensor([(rest + answer)[:-1]], device=self.device)
         logits = torch.cat([self._feed(piece, cache) for piece in ids.split(self.options.every, 1)], 1)
         scores = logits[0, -len(answer) :].float().log_softmax(-1)
@@ -235,23 +264,7 @@ class CentroidLM(HFLM):
                     f"no token of this {request.task_name!r} prompt belongs to its context alone; it begins "
                     f"{text[:80]!r}. Use protocol=query-aware"
                 )
-        return self._fit(Prompt(index, ids, context), new)
-
-    def _fit(self, prompt: Prompt, new: int) -> Prompt:
-        """``prompt``, or its first and last halves where it is too long and ``overlong=middle``."""
-        room, length = self.max_length - new, len(prompt.ids)
-        if length <= room:
-            return prompt
-        question = length - prompt.context if prompt.context else 0
-        if self.options.overlong == "refuse" or room < 2 or question > room - room // 2:
-            raise EvaluationError(
-                f"a prompt of {length} tokens (its question {question or 'not split off'}) and {new} new ones do not "
-                f"fit the model's {self.max_length}; overlong=middle keeps the first and last halves of such prompts "
-                "(LongBench's rule; the question must fit in the last half), max_length= overrides the model's own"
-            )
-        log.warning("overlong=middle: a prompt of %d tokens was cut to its first and last halves, %d", length, room)
-        ids = prompt.ids[: room // 2] + prompt.ids[length - (room - room // 2) :]
-        return Prompt(prompt.index, ids, room - question if prompt.context else 0)
+        return fit(Prompt(index, ids, context), new, self.max_length, self.options.overlong)
 
     def _pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Rows padded on the left, ``[B, T]`` ids and mask."""

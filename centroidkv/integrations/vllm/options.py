@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -18,15 +19,20 @@ from centroidkv.similarity import Cosine
 
 TIES = 2.0**-8
 """Similarities of float32 keys are compared as multiples of this."""
+MOST = 1 << 30
+"""More slots than any request has tokens."""
 SECTION = "centroidkv"
 """The key under which vLLM's additional configuration holds ours."""
 WORKER = "centroidkv.integrations.vllm.Worker"
 """The worker class that a server must be told to use."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ServingOptions:
     """How a server clusters the caches of its requests.
+
+    Numbers of NumPy are taken over as Python's. Options are equal if they mean the same: a budget of 1 slot is not one
+    of 1.0, all tokens.
 
     Args:
         preset: a name of :mod:`centroidkv.presets` whose counts are known ahead of the data, and which needs neither
@@ -53,13 +59,29 @@ class ServingOptions:
     recent: int | None = None
 
     def __post_init__(self) -> None:
-        if self.preset not in presets.ALL:
-            raise ServingError(f"preset is one of {sorted(presets.ALL)}, got {self.preset!r}")
-        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
-            raise ServingError(f"interval is a whole number of tokens >= 1, got {self.interval!r}")
+        if not isinstance(self.preset, str) or self.preset not in presets.ALL:
+            raise ServingError(f"preset is one of {sorted(presets.ALL)}, got {self.preset!r:.80}")
+        # Frozen, and kept as plain numbers, so that what is equal is printed and sent to other processes alike.
+        object.__setattr__(self, "budget", _budget(self.budget))
+        object.__setattr__(self, "interval", _whole("interval", self.interval, "a whole number of tokens >= 1", 1))
+        for name, kind in (("sinks", Sinks), ("recent", Recent)):
+            if (count := getattr(self, name)) is not None:
+                what = f"a whole number of slots >= 0 for {kind.__name__}, or null for the preset's own"
+                object.__setattr__(self, name, _whole(name, count, what, 0))
         reason = _why_not(self.compressor())  # which refuses a bad budget, window or preset
         if reason is not None:
             raise ServingError(f"preset {self.preset!r} {reason}; use one of {usable_presets()}")
+
+    @property
+    def _meaning(self) -> tuple[Any, ...]:
+        return tuple((type(value), value) for value in astuple(self))
+
+    def __eq__(self, other: object) -> bool:
+        # Plans are kept by these options, and to Python 1 == 1.0: the second to come would get the plan of the first.
+        return self._meaning == other._meaning if isinstance(other, ServingOptions) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._meaning)
 
     @classmethod
     def read(cls, additional_config: object) -> ServingOptions | None:
@@ -69,8 +91,8 @@ class ServingOptions:
         given: Any = additional_config[SECTION]
         names = [field.name for field in fields(cls)]
         if not isinstance(given, Mapping):
-            raise ServingError(f'additional_config["{SECTION}"] is a table with any of {names}, got {given!r}')
-        unknown = sorted(set(given) - set(names))
+            raise ServingError(f'additional_config["{SECTION}"] is a table with any of {names}, got {given!r:.80}')
+        unknown = sorted((name for name in given if name not in names), key=repr)
         if unknown:
             raise ServingError(f'additional_config["{SECTION}"] knows {names}, got {unknown}')
         return cls(**given)
@@ -95,6 +117,36 @@ class ServingOptions:
         if not built.fits(tokens=1 << 30):
             raise ServingError(f"{self!r}: {budget!r} never holds what is preserved, {members}, and a centroid besides")
         return _settled(built) if dtype == torch.float32 else built
+
+
+def _budget(given: Any) -> float | int:
+    """A budget as a plain number: a share is a float, a number of slots an int."""
+    if isinstance(given, Budget):
+        given = int(given.amount) if given.kind == "tokens" else float(given.amount)
+    wanted = f"budget is a share of the tokens in (0, 1], such as 0.25, or a whole number of slots from 1 to {MOST}"
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise ServingError(f"{wanted}, got {given!r:.80}")
+    # Whole numbers first: those beyond a float's range cannot be looked at otherwise.
+    if isinstance(given, Integral):
+        if 1 <= int(given) <= MOST:
+            return int(given)
+        raise ServingError(f"{wanted}, got {_shown(int(given))}")
+    try:
+        return float(Budget.ratio(float(given)).amount)
+    except (CentroidKVError, OverflowError) as error:
+        raise ServingError(f"{wanted}, got {given!r:.80}: {error}") from error
+
+
+def _whole(name: str, given: Any, wanted: str, least: int) -> int:
+    """A whole number as a plain int."""
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
+        raise ServingError(f"{name} is {wanted}, got {given!r:.80}")
+    return int(given)
+
+
+def _shown(number: int) -> str:
+    """A whole number, however long: Python refuses to write out more than 4300 digits."""
+    return str(number) if abs(number) < 10**30 else f"one of about {number.bit_length() * 3 // 10} digits"
 
 
 def _why_not(compressor: Compressor) -> str | None:

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Integral
+from operator import index
 
 import torch
 
@@ -74,13 +76,14 @@ class ServingPlan:
         if not compressor.plannable:
             raise ServingError(f"sizes of {compressor!r} depend on the data; a server must know them ahead")
         self.compressor = compressor
-        self.block_size = block_size
-        self.interval = interval
+        self.block_size = _count("block_size", block_size, 1)
+        self.interval = _count("interval", interval, 1)
         self._regions: OrderedDict[int, list[Region]] = OrderedDict()
         self._untouched = lru_cache(PROMPTS_REMEMBERED)(self._count_untouched)  # asked for in every step
 
     def times(self, prompt: int, computed: int) -> int:
         """How many moments of compression, skipped ones included, have passed."""
+        prompt, computed = _tokens(prompt), _tokens(computed)
         return 0 if computed < prompt else 1 + (computed - prompt) // self.interval
 
     def region(self, prompt: int, computed: int) -> Region:
@@ -103,7 +106,7 @@ class ServingPlan:
 
         Those may be shared with other requests. Targets only move on, so the first event's target decides.
         """
-        return self._untouched(prompt, limit)
+        return self._untouched(_tokens(prompt), _tokens(limit))
 
     def _count_untouched(self, prompt: int, limit: int) -> int:
         for event in self.events(prompt, 0, limit):
@@ -115,6 +118,7 @@ class ServingPlan:
         return replace(self.compressor, budget=Budget.tokens(slots))
 
     def _region(self, prompt: int, times: int) -> Region:
+        prompt = _tokens(prompt)
         known = self._regions.setdefault(prompt, [Region()])
         self._regions.move_to_end(prompt)
         while len(known) <= times:
@@ -136,7 +140,22 @@ class ServingPlan:
         return Region(end - blocks, end)
 
 
-@lru_cache
+def _count(name: str, number: int, least: int) -> int:
+    """A whole number as a plain int."""
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
+        raise ServingError(f"{name} is a whole number >= {least}, got {number!r}")
+    return int(number)
+
+
+def _tokens(number: int) -> int:
+    """A number of tokens as a plain int: what is remembered by 5.0 would be found by 5, to which it is equal."""
+    try:
+        return index(number)
+    except TypeError:
+        raise ServingError(f"tokens are counted in whole numbers, got {number!r}") from None
+
+
+@lru_cache(typed=True)  # and options compare by type too, else a budget of 1 slot would get the plan of 1.0, everything
 def plan_of(options: ServingOptions, block_size: int, dtype: torch.dtype) -> ServingPlan:
     """The one plan of these options in this process."""
     return ServingPlan(options.compressor(dtype), block_size, options.interval)
