@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib", "libiomp5md.dll")
-"""In PyTorch's own folder, what leads to the OpenMP that it runs on: on Linux and macOS its library, by what it needs."""
+"""In PyTorch's own folder, what leads to the OpenMP it runs on: on Linux and macOS PyTorch itself, which needs it."""
 
 
 def in_parallel(work: Callable[[int], None], items: Sequence[int]) -> None:
@@ -119,7 +119,9 @@ def _limits() -> _Limits | str:
     MKL obeys OpenMP only until ``torch.set_num_threads`` is called once; from then on it has its own numbers.
     """
     loaded = list(_loaded())
-    openmp = next((found for lib in loaded if (found := _function(lib, "omp_set_num_threads")) and _obeyed(found)), None)
+    openmp = next(
+        (found for lib in loaded if (found := _function(lib, "omp_set_num_threads")) and _obeyed(found)), None
+    )
     if openmp is None:
         return "PyTorch does not run on an OpenMP that can be found here"
     mkl = next((found for lib in loaded if (found := _function(lib, "MKL_Set_Num_Threads_Local"))), None)
