@@ -173,10 +173,13 @@ def sha256(path: Path) -> str:
 
 
 def seal(folder: Path) -> None:
-    """Write the LIST of a folder that is complete, and everything to the disk."""
+    """Write the LIST of a folder that is complete, and everything to the disk; nobody else may write to it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     facts = {str(path.relative_to(folder)): [path.stat().st_size, sha256(path)] for path in files}
     (folder / LIST).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    (folder / LIST).chmod(0o600)
     for path in (*files, folder / LIST, *(path for path in folder.rglob("*") if path.is_dir()), folder):
         to_disk(path)
 
