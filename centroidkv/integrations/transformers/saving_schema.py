@@ -201,7 +201,9 @@ def check_state(growing: GrowingState, form: tuple[int, ...] | None, where: str)
     need(all(0 <= n <= growing.logical for n in seen), f"rows have seen {seen} of {growing.logical} tokens")
     need(all(clock.live <= clock.seen <= growing.logical for clock in clocks), "clocks that count more than there was")
     need(growing.physical <= growing.logical, f"{growing.physical} slots of {growing.logical} tokens")
+    live: list[int] = []
     for pieces in growing.pieces():
+        live += torch.stack([piece.live.sum(-1) for piece in pieces]).sum(0).amax(-1).tolist()
         slots = sum(piece.slots for piece in pieces)
         need(slots <= growing.physical, f"a row of {slots} slots among {growing.physical}")
         for piece in pieces:
@@ -214,6 +216,7 @@ def check_state(growing: GrowingState, form: tuple[int, ...] | None, where: str)
             need(bool((piece.positions.diff(dim=-1) >= 0).all()), "positions ascend")
             places = piece.positions[piece.live]
             need(bool(((places >= 0) & (places < growing.logical)).all()), "positions are those of tokens seen")
+    need(live == [clock.live for clock in clocks], f"rows hold {live} slots, their clocks say otherwise")
     for queries, counts in growing._queries.steps:
         need(
             queries.ndim == 4 and queries.is_floating_point() and counts.dtype == torch.bool
