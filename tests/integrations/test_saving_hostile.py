@@ -260,7 +260,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(file, tmp_path):
     path.unlink()
     for make in (os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)):
         make(path)
-        with pytest.raises(SavedCacheError, match="not a file|is a directory|not a saved cache"):
+        with pytest.raises(SavedCacheError, match=r"not a file|is a directory|not a saved cache"):
             load()
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
     os.symlink(path, path)
@@ -348,7 +348,7 @@ def test_a_full_disk_leaves_the_old_file_whole(cache, tmp_path):
     for share in (0, 100, len(before) // 2, len(before) - 1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (share, limits[1]))
         try:
-            with pytest.raises(SavedCacheError, match="cannot be written.*untouched"):
+            with pytest.raises(SavedCacheError, match=r"cannot be written.*untouched"):
                 cache.save(path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
