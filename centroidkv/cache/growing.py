@@ -267,8 +267,6 @@ class GrowingState:
                 "tokens cannot be separated. Crop less, or use a larger interval"
             )
 
-    # -- saving ---------------------------------------------------------------------------------------------------
-
     def pack(self) -> tuple[list[Held], dict[str, Any]]:
         """Everything as Held records, and what JSON can say; :meth:`unpack` goes on from it as this one would.
 
@@ -302,3 +300,7 @@ class GrowingState:
         self._kept, self._queries = kept, queries
         self.logical, self.seconds = facts["logical"], facts["seconds"]
         self._clocks = [RowClock(*numbers) for numbers in facts["clocks"]]
+
+    def pieces(self) -> list[list[KVState]]:
+        """What is held, row by row or of all rows at once, piece behind piece; to look at."""
+        return [] if self._kept is None else self._kept.pieces()

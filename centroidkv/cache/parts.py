@@ -70,6 +70,10 @@ class Whole:
     def fetch(self) -> None:
         """Everything is near."""
 
+    def pieces(self) -> list[list[KVState]]:
+        """All rows, in one piece."""
+        return [[self._state]]
+
     def pack(self) -> tuple[list[Held], dict[str, Any]]:
         """As Held records and JSON."""
         return [Exact().put(self._state)], {}
@@ -185,6 +189,14 @@ class Parts:
         held = {id(row.held): row.held for row in self._rows if row.held is not None}
         device = self.like.keys.device
         self._near = {key: self._near.get(key) or self._storage.fetch(one, device) for key, one in held.items()}
+
+    def pieces(self) -> list[list[KVState]]:
+        """Of every row: what the storage gives back, and the tokens since."""
+        device, found = self.like.keys.device, []
+        for row in self._rows:
+            stored = [] if row.held is None else [self._storage.get(row.held, device)]
+            found.append(stored + ([] if row.tail is None else [row.tail]))
+        return found
 
     def pack(self) -> tuple[list[Held], dict[str, Any]]:
         """As Held records, shared ones once, and JSON that says which belong to a row."""

@@ -32,6 +32,11 @@ class QueryLog:
         """Bytes held."""
         return sum(queries.nbytes + counts.nbytes for queries, counts in self._steps)
 
+    @property
+    def steps(self) -> list[tuple[Tensor, Tensor]]:
+        """(queries, which of them count) of every step."""
+        return list(self._steps)
+
     def add(self, queries: Tensor, real: Tensor) -> None:
         """Note one step's ``queries [B, Hq, L, D]``, of which ``real [B, L]`` are not padding."""
         counts, queries = thin(real, queries)

@@ -10,22 +10,20 @@ Sections run in parallel on the OpenMP threads that PyTorch has, ``torch.get_num
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from centroidkv.errors import BackendError
+from centroidkv.native.build import FLAGS, SOURCE, compiler, load
+from centroidkv.native.kept import user_cache
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+__all__ = [
+    "FLAGS", "SOURCE", "TYPES", "Attention", "Rounds", "address", "carried_out", "compiler", "library", "user_cache",
+    "why_not_native", "why_not_these",
+]  # fmt: skip
+
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The library's numbers for types of keys and values."""
 WIDTH, LARGEST = 16, 1024
@@ -38,7 +36,7 @@ class Attention(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            "requests", "heads", "groups", "size", "value_size", "block", "splits",
+            "requests", "heads", "groups", "size", "value_size", "block", "splits", "threads",
             "q_r", "q_h", "k_n", "k_t", "k_h", "v_n", "v_t", "v_h", "n_n", "n_t", "n_h", "b_r",
         )
     ] + [("scale", ctypes.c_float)]  # fmt: skip
@@ -48,58 +46,31 @@ class Rounds(ctypes.Structure):
     """Sizes and strides of a compression; strides in elements."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("rows", "slots", "final", "size", "value_size", "chunk", "rounds")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("rows", "slots", "final", "size", "value_size", "chunk", "rounds", "threads")
+        ),
         *((name, ctypes.c_int64) for name in ("k_r", "k_t", "v_r", "v_t", "by_chunk")),
         ("step", ctypes.c_float),
     ]
 
 
-def user_cache() -> Path:
-    """Where what is made once per machine is kept: $CENTROIDKV_CACHE, else centroidkv/ in the user's cache folder."""
-    if own := os.environ.get("CENTROIDKV_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "centroidkv"
-
-
-def compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ there is."""
-    named = os.environ.get("CXX")
-    # GCC's OpenMP is the one that PyTorch's builds for Linux bring, so its threads are PyTorch's.
-    return named or next((name for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
-
-
-def _machine(named: str) -> str:
-    """What compiling for this processor depends on: a folder may be shared by machines that are not alike."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else [platform.processor()]
-    flags = [line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))]
-    version = subprocess.run([named, "--version"], capture_output=True, text=True).stdout
-    return "\0".join((platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(set(flags)), version))
+DONE, UNSAFE, NO_MEMORY = 0, 1, 2
+"""What a call of the library says; anything else is an impossibility of its own."""
 
 
 @cache
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    named = compiler()
-    if named is None:
-        return "there is no C++ compiler (g++, c++ or clang++; $CXX names another)"
     try:
-        facts = "\0".join((SOURCE.read_text(), *FLAGS, named, _machine(named)))
-        path = user_cache() / "native" / f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as made:
-                part = Path(made) / path.name
-                done = subprocess.run([named, *FLAGS, str(SOURCE), "-o", str(part)], capture_output=True, text=True)
-                if done.returncode:
-                    return f"{named} could not compile it: {done.stderr.strip()[-500:]}"
-                part.replace(path)  # at once: another process may be doing the same
-        library = ctypes.CDLL(str(path))
-        library.centroidkv_attend.restype = None
-        library.centroidkv_rounds.restype = ctypes.c_int
-        return library
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
+        library = load()
+    except BackendError as error:
+        return str(error)
+    except (OSError, RuntimeError, ValueError) as error:  # no home folder; $CXX with a quote that does not end
         return f"the compiled library cannot be used: {error}"
+    library.centroidkv_attend.restype = ctypes.c_int
+    library.centroidkv_rounds.restype = ctypes.c_int
+    return library
 
 
 def why_not_native() -> str | None:
@@ -137,3 +108,17 @@ def why_not_these(*tensors: Tensor) -> str | None:
 def address(tensor: Tensor) -> ctypes.c_void_p:
     """Where a tensor's first number is."""
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+def carried_out(outcome: int) -> bool:
+    """Whether a call has done its work; if not, its inputs are :data:`UNSAFE`.
+
+    Raises:
+        MemoryError: there was not enough; nothing that was computed counts.
+        BackendError: the library was called with sizes that contradict each other.
+    """
+    if outcome == NO_MEMORY:
+        raise MemoryError("the compiled library ran out of memory; nothing was changed")
+    if outcome not in (DONE, UNSAFE):
+        raise BackendError(f"the compiled library says {outcome}: sizes that contradict each other; please report it")
+    return outcome == DONE

@@ -2,16 +2,60 @@
 //
 // Plain C++ for whatever vectors the machine has: the compiler splits 16 floats over its registers. Sums are float32.
 // Parallel sections belong to the OpenMP runtime that PyTorch has loaded, and use as many threads.
+//
+// No exception leaves a parallel section or a function that others call: either would end the process. What was thrown
+// is noted (Fault), the section comes to its end, and the caller is told by a number.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <numeric>
+#include <optional>
+#include <stdexcept>
 #include <vector>
 
 namespace {
+
+// What a call says. The same numbers are in centroidkv/native/__init__.py.
+enum Outcome { DONE = 0, UNSAFE = 1, NO_MEMORY = 2, IMPOSSIBLE = 3 };
+
+// The first exception of a parallel section, as an Outcome.
+class Fault {
+    std::atomic<int> outcome{DONE};
+
+  public:
+    bool none() const { return outcome.load(std::memory_order_relaxed) == DONE; }
+
+    int told() const { return outcome.load(); }
+
+    template <class Work>
+    void guard(const Work& work) noexcept {
+        int seen = DONE;
+        try {
+            work();
+            return;
+        } catch (const std::bad_alloc&) {
+            seen = NO_MEMORY;
+        } catch (const std::length_error&) {  // a vector larger than any memory
+            seen = NO_MEMORY;
+        } catch (...) {
+            seen = IMPOSSIBLE;
+        }
+        int before = DONE;
+        outcome.compare_exchange_strong(before, seen);
+    }
+};
+
+// a * b elements, unless there cannot be as many.
+inline size_t count(int64_t a, int64_t b) {
+    int64_t product;
+    if (a < 0 || b < 0 || __builtin_mul_overflow(a, b, &product)) throw std::bad_alloc();
+    return (size_t)product;
+}
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IVec __attribute__((vector_size(64)));
@@ -97,7 +141,7 @@ inline Vec exp_negative(Vec x) {
 constexpr int TILE = 32;  // slots whose logits are taken at once
 
 struct Attention {
-    int64_t requests, heads, groups, size, value_size, block, splits;
+    int64_t requests, heads, groups, size, value_size, block, splits, threads;
     int64_t q_r, q_h, k_n, k_t, k_h, v_n, v_t, v_h, n_n, n_t, n_h, b_r;
     float scale;
 };
@@ -217,16 +261,17 @@ auto absorber(const Attention& a) {
 }
 
 template <class T>
-void attend(const Attention& a, const T* query, const T* keys, const T* values, const float* log_degree,
-            const int32_t* table, const int32_t* lengths, T* out) {
+int attend(const Attention& a, const T* query, const T* keys, const T* values, const float* log_degree,
+           const int32_t* table, const int32_t* lengths, T* out) {
     const int dk = a.size / W, dv = a.value_size / W;
-    const int64_t pairs = a.requests * a.heads, tasks = pairs * a.splits;
-    std::vector<Vec> all_sums(tasks * a.groups * dv, Vec{});
-    std::vector<Part> all_parts(tasks * a.groups);
-    for (int64_t i = 0; i < tasks * a.groups; ++i) all_parts[i].sums = &all_sums[i * dv];
+    const int64_t pairs = count(a.requests, a.heads), tasks = count(pairs, a.splits);
+    const int64_t parts = count(tasks, a.groups);
+    std::vector<Vec> all_sums(count(parts, dv), Vec{});
+    std::vector<Part> all_parts(parts);
+    for (int64_t i = 0; i < parts; ++i) all_parts[i].sums = all_sums.data() + i * dv;
     const auto take = absorber<T>(a);
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t task = 0; task < tasks; ++task) {
+    Fault fault;
+    const auto carry_out = [&](int64_t task) {
         const int64_t r = task / a.splits / a.heads, h = task / a.splits % a.heads, split = task % a.splits;
         const int64_t length = lengths[r], blocks = (length + a.block - 1) / a.block;
         const int64_t first = blocks * split / a.splits, last = blocks * (split + 1) / a.splits;
@@ -242,7 +287,11 @@ void attend(const Attention& a, const T* query, const T* keys, const T* values, 
                      values + n * a.v_n + h * a.v_h + s * a.v_t, log_degree + n * a.n_n + h * a.n_h + s * a.n_t,
                      (int)std::min<int64_t>(TILE, slots - s), &all_parts[task * a.groups], logits.data());
         }
-    }
+    };
+#pragma omp parallel for schedule(dynamic) num_threads(a.threads)
+    for (int64_t task = 0; task < tasks; ++task)
+        if (fault.none()) fault.guard([&] { carry_out(task); });
+    if (!fault.none()) return fault.told();
     for (int64_t pair = 0; pair < pairs; ++pair)
         for (int64_t g = 0; g < a.groups; ++g) {
             float peak = -INF, total = 0;
@@ -258,12 +307,13 @@ void attend(const Attention& a, const T* query, const T* keys, const T* values, 
             T* o = out + (pair * a.groups + g) * a.value_size;
             for (int i = 0; i < dv; ++i) store(o + i * W, total == 0 ? Vec{} : sums[i] / total);
         }
+    return DONE;
 }
 
 // ---- rounds ----------------------------------------------------------------------------------------------------------
 
 struct Rounds {
-    int64_t rows, slots, final, size, value_size, chunk, rounds;
+    int64_t rows, slots, final, size, value_size, chunk, rounds, threads;
     int64_t k_r, k_t, v_r, v_t;  // strides of keys and values between (batch times) heads and between slots
     int64_t by_chunk;            // 1: every chunk removes its share; 0: the best of all chunks are removed
     float step;                  // similarities are rounded to multiples of this; 0: they are not
@@ -284,8 +334,8 @@ struct Head {
     bool safe = true;
 
     explicit Head(const Rounds& p)
-        : p(p), keys(p.slots * p.size), values(p.slots * p.value_size), inverse(p.slots), degree(p.slots),
-          targets(((p.chunk / 2 + W - 1) / W * W) * p.size), first(p.slots, -1) {}
+        : p(p), keys(count(p.slots, p.size)), values(count(p.slots, p.value_size)), inverse(p.slots), degree(p.slots),
+          targets(count((p.chunk / 2 + W - 1) / W * W, p.size)), first(p.slots, -1) {}
 
     void note(int64_t slot) {
         Vec square{};
@@ -387,6 +437,7 @@ struct Head {
             if (p.by_chunk) ends.push_back(score.size());
         }
         if (!p.by_chunk) ends.push_back(score.size());
+        if (edges < 1 || edges > (int64_t)score.size()) throw std::invalid_argument("more merges than sources");
         order.resize(score.size());
         std::iota(order.begin(), order.end(), 0);
         int64_t taken = 0, from = 0;
@@ -439,36 +490,53 @@ struct Head {
 template <class T>
 int run(const Rounds& p, const T* keys, const T* values, const float* degree, const uint8_t* free,
         const int64_t* removed, T* out_keys, T* out_values, float* out_degree, int64_t* origin) {
-    int safe = 1;
-#pragma omp parallel
-    {
-        Head<T> head(p);
-#pragma omp for schedule(dynamic) reduction(&& : safe)
-        for (int64_t row = 0; row < p.rows; ++row) {
-            const T* k = keys + row * p.k_r;
-            const T* v = values + row * p.v_r;
-            const uint8_t* is_free = free + row * p.slots;
-            head.begin(k, v, degree + row * p.slots, is_free);
-            for (int64_t r = 0; r < p.rounds && head.safe; ++r) head.round(removed[r]);
-            safe = safe && head.safe;
-            if (!head.safe) continue;
-            int64_t to = row * p.final, next = 0;
-            for (int64_t slot = 0; slot < p.slots; ++slot) {
-                const bool survives = next < (int64_t)head.free.size() && head.free[next] == slot;
-                if (is_free[slot] && !survives) continue;
-                next += survives;
-                for (int64_t i = 0; i < p.size; i += W)
-                    store(out_keys + to * p.size + i,
-                          survives ? load(&head.keys[slot * p.size + i]) : load(k + slot * p.k_t + i));
-                for (int64_t i = 0; i < p.value_size; i += W)
-                    store(out_values + to * p.value_size + i,
-                          survives ? load(&head.values[slot * p.value_size + i]) : load(v + slot * p.v_t + i));
-                out_degree[to] = head.degree[slot];
-                origin[to++] = slot;
-            }
+    std::atomic<bool> safe{true};
+    Fault fault;
+    const auto carry_out = [&](Head<T>& head, int64_t row) {
+        const T* k = keys + row * p.k_r;
+        const T* v = values + row * p.v_r;
+        const uint8_t* is_free = free + row * p.slots;
+        head.begin(k, v, degree + row * p.slots, is_free);
+        const int64_t set_aside = p.slots - (int64_t)head.free.size();
+        for (int64_t r = 0; r < p.rounds && head.safe; ++r) head.round(removed[r]);
+        if (!head.safe) {
+            safe = false;
+            return;
         }
+        if (set_aside + (int64_t)head.free.size() != p.final) throw std::invalid_argument("heads of unequal lengths");
+        int64_t to = row * p.final, next = 0;
+        for (int64_t slot = 0; slot < p.slots; ++slot) {
+            const bool survives = next < (int64_t)head.free.size() && head.free[next] == slot;
+            if (is_free[slot] && !survives) continue;
+            next += survives;
+            for (int64_t i = 0; i < p.size; i += W)
+                store(out_keys + to * p.size + i,
+                      survives ? load(&head.keys[slot * p.size + i]) : load(k + slot * p.k_t + i));
+            for (int64_t i = 0; i < p.value_size; i += W)
+                store(out_values + to * p.value_size + i,
+                      survives ? load(&head.values[slot * p.value_size + i]) : load(v + slot * p.v_t + i));
+            out_degree[to] = head.degree[slot];
+            origin[to++] = slot;
+        }
+    };
+#pragma omp parallel num_threads(p.threads)
+    {
+        std::optional<Head<T>> head;
+        fault.guard([&] { head.emplace(p); });
+#pragma omp for schedule(dynamic)  // reached by every thread, also by one without memory for a head
+        for (int64_t row = 0; row < p.rows; ++row)
+            if (head && fault.none()) fault.guard([&] { carry_out(*head, row); });
     }
-    return safe ? 0 : 1;
+    if (!fault.none()) return fault.told();
+    return safe ? DONE : UNSAFE;
+}
+
+template <class Work>
+int guarded(const Work& work) noexcept {
+    int outcome = DONE;
+    Fault fault;
+    fault.guard([&] { outcome = work(); });
+    return fault.none() ? outcome : fault.told();
 }
 
 }  // namespace
@@ -476,25 +544,29 @@ int run(const Rounds& p, const T* keys, const T* values, const float* degree, co
 // Types: 0 = float32, 1 = bfloat16. See centroidkv/native/__init__.py for the arguments.
 extern "C" {
 
-int64_t centroidkv_version() { return 2; }
+int64_t centroidkv_version() { return 3; }
 
-void centroidkv_attend(int type, const Attention* a, const void* query, const void* keys, const void* values,
-                       const float* log_degree, const int32_t* table, const int32_t* lengths, void* out) {
-    if (type == 0)
-        attend(*a, (const float*)query, (const float*)keys, (const float*)values, log_degree, table, lengths,
-               (float*)out);
-    else
-        attend(*a, (const bf16*)query, (const bf16*)keys, (const bf16*)values, log_degree, table, lengths, (bf16*)out);
+// An Outcome; where it is not DONE, what is in `out` has no meaning.
+int centroidkv_attend(int type, const Attention* a, const void* query, const void* keys, const void* values,
+                      const float* log_degree, const int32_t* table, const int32_t* lengths, void* out) {
+    return guarded([&] {
+        return type == 0 ? attend(*a, (const float*)query, (const float*)keys, (const float*)values, log_degree, table,
+                                  lengths, (float*)out)
+                         : attend(*a, (const bf16*)query, (const bf16*)keys, (const bf16*)values, log_degree, table,
+                                  lengths, (bf16*)out);
+    });
 }
 
-// 0, or 1 if a key's norm is too large or too small to be squared, or a value so large that a difference of two may
-// overflow: then nothing was computed.
+// An Outcome; UNSAFE if a key's norm is too large or too small to be squared, or a value so large that a difference of
+// two may overflow. Only DONE gives the results a meaning.
 int centroidkv_rounds(int type, const Rounds* p, const void* keys, const void* values, const float* degree,
                       const uint8_t* free, const int64_t* removed, void* out_keys, void* out_values, float* out_degree,
                       int64_t* origin) {
-    return type == 0 ? run(*p, (const float*)keys, (const float*)values, degree, free, removed, (float*)out_keys,
-                           (float*)out_values, out_degree, origin)
-                     : run(*p, (const bf16*)keys, (const bf16*)values, degree, free, removed, (bf16*)out_keys,
-                           (bf16*)out_values, out_degree, origin);
+    return guarded([&] {
+        return type == 0 ? run(*p, (const float*)keys, (const float*)values, degree, free, removed, (float*)out_keys,
+                               (float*)out_values, out_degree, origin)
+                         : run(*p, (const bf16*)keys, (const bf16*)values, degree, free, removed, (bf16*)out_keys,
+                               (bf16*)out_values, out_degree, origin);
+    });
 }
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from centroidkv.errors import BackendError
-from centroidkv.native import TYPES, Rounds, address, library, why_not_these
+from centroidkv.native import TYPES, Rounds, address, carried_out, library, why_not_these
 from centroidkv.rounds.blocked import Settings, blocked_rounds
 from centroidkv.state import KVState
 
@@ -32,6 +32,7 @@ def native_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: 
 
     Raises:
         BackendError: the library does not take such keys or stages, or there is none.
+        MemoryError: the library found too little memory for its work.
     """
     reason = why_not_these(state.keys, state.values) or why_not_settings(settings)
     if reason is None and state.slot_data:
@@ -52,16 +53,16 @@ def native_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: 
     degree = torch.empty(batch, heads, final, dtype=torch.float32, device=keys.device)
     origin = torch.empty(batch, heads, final, dtype=torch.int64, device=keys.device)
     numbers = Rounds(
-        batch * heads, slots, final, size, values.shape[-1], min(settings.chunk, slots), len(steps), keys.stride(0),
-        keys.stride(1), values.stride(0), values.stride(1),
+        batch * heads, slots, final, size, values.shape[-1], min(settings.chunk, slots), len(steps),
+        torch.get_num_threads(), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         settings.rank == "chunk", settings.step or 0.0,
     )  # fmt: skip
     old, movable = state.degree.contiguous(), free.contiguous()
-    unsafe = library().centroidkv_rounds(
+    outcome = library().centroidkv_rounds(
         TYPES[state.keys.dtype], ctypes.byref(numbers), address(keys), address(values), address(old), address(movable),
         address(removed), address(out_keys), address(out_values), address(degree), address(origin),
     )  # fmt: skip
-    if unsafe:
+    if not carried_out(outcome):
         return blocked_rounds(state, free, sizes, settings)
     return replace(
         state, keys=out_keys, values=out_values, degree=degree, positions=state.positions.gather(-1, origin),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from centroidkv.errors import BackendError
-from centroidkv.native import TYPES, Attention, address, library, why_not_native, why_not_these
+from centroidkv.native import TYPES, Attention, address, carried_out, library, why_not_native, why_not_these
 
 
 def why_not(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> str | None:
@@ -30,6 +30,7 @@ def paged_degree_attention_native(
 
     Raises:
         BackendError: there is no compiled library, or it does not take such tensors.
+        MemoryError: the library found too little memory for its work.
     """
     reason = why_not(query, key_blocks, value_blocks)
     if reason is not None:
@@ -44,11 +45,13 @@ def paged_degree_attention_native(
     # A few requests over long caches would leave threads idle: then each takes part of the slots.
     splits = max(1, min(-(-2 * torch.get_num_threads() // (requests * heads)), block_table.shape[1] // 4))
     numbers = Attention(
-        requests, heads, query_heads // heads, size, value_size, block, splits, *query.stride()[:2],
-        *key_blocks.stride()[:3], *value_blocks.stride()[:3], *log_degree.stride(), block_table.stride(0), scale,
+        requests, heads, query_heads // heads, size, value_size, block, splits, torch.get_num_threads(),
+        *query.stride()[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3], *log_degree.stride(),
+        block_table.stride(0), scale,
     )  # fmt: skip
-    library().centroidkv_attend(
+    outcome = library().centroidkv_attend(
         TYPES[query.dtype], ctypes.byref(numbers), address(query), address(key_blocks), address(value_blocks),
         address(log_degree), address(block_table), address(lengths), address(out),
     )  # fmt: skip
+    carried_out(outcome)
     return out

