@@ -1,0 +1,293 @@
+"""A tiny model with a CentroidCache, each of whose steps is held against the oracle. Copied into failing scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from centroidkv.errors import CentroidKVError
+from centroidkv.integrations.transformers import CentroidCache, enable
+from centroidkv.preserve import Recent, Sinks
+from tools.fuzz.found import Wrong, expect, expect_close
+from tools.fuzz.models import VOCABULARY, WINDOW, layer_kinds, make_model, plain_twins
+from tools.fuzz.oracle import Held, Step, look, plain_step
+from tools.fuzz.recipe import STORAGES, make_compressor
+
+HIDDEN = float("-inf")
+GRADS = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
+MASKS_2D = (None, "ones", "left", "right", "inside")
+MASKS_4D = ("causal", "both", "documents", "soft", "sparse", "old")
+
+
+class Cached:
+    """A model, a cache, and what is known of its tokens.
+
+    Every method is an operation. It does one thing, and checks it: the step's logits are the oracle's, or a
+    CentroidKVError refuses the step and leaves the cache as it was. A refusal is noted in :attr:`refusals`.
+    """
+
+    def __init__(
+        self, family: str = "llama", layers: int = 1, heads: int = 4, kv_heads: int = 2, attention: str = "sdpa",
+        enabled: bool = True, dtype: str = "float32", autocast: str | None = None, text: str = "random", batch: int = 1,
+        interval: int = 8, storage: str | None = None, capacity: str = "growing", named: bool = False, seed: int = 0,
+        beside: Cached | None = None, **recipe: Any,
+    ) -> None:  # fmt: skip
+        warnings.simplefilter("ignore")
+        self.kinds, self.batch, self.text, self.autocast, self.dtype = (
+            layer_kinds(family, layers), batch, text, autocast, dtype,
+        )  # fmt: skip
+        self.refusals: list[str] = []
+        self.attention = attention
+        if beside is None:
+            self.model = make_model(family, layers, heads, kv_heads, attention, dtype, seed)
+            self.plain, self.exact = plain_twins(self.model)
+        else:  # another user of the same model
+            self.model, self.plain, self.exact = beside.model, beside.plain, beside.exact
+        self.generator = torch.Generator().manual_seed(seed)
+        self.handles: list[Any] = []
+        self.storage = STORAGES[storage]()
+        self.compressor = make_compressor(**recipe)
+        config = self.model.config if named else None
+        self.cache = CentroidCache(
+            self.compressor,
+            interval,
+            storage=self.storage,
+            capacity=capacity,
+            config=config,  # type: ignore[arg-type]
+        )
+        self.witnesses: list[tuple[Any, list[Held]]] = []
+        self.forget()
+        if enabled:
+            self.switch()
+
+    def forget(self) -> None:
+        """Nothing was read yet."""
+        self.columns = torch.zeros(self.batch, 0, dtype=torch.bool)
+        self.padded = False
+
+    @property
+    def seen(self) -> list[int]:
+        """Real tokens per row."""
+        return self.columns.sum(-1).tolist()
+
+    def switch(self) -> None:
+        """Enter or leave ``enable``."""
+        if self.handles:
+            self.handles.pop().undo()
+            return
+        with self.may_refuse("enable"):
+            self.handles.append(enable(self.model))
+
+    @contextlib.contextmanager
+    def may_refuse(self, what: str) -> Any:
+        """A named refusal is allowed, if it leaves the cache as it was, or says reset()."""
+        before = look(self.cache)
+        try:
+            yield
+        except Wrong:
+            raise
+        except CentroidKVError as error:
+            self.refusals.append(f"{what}: {type(error).__name__}: {error}")
+            same = same_as(before, look(self.cache))
+            if "reset()" in str(error):
+                self.reset()
+            else:
+                expect(same, "state", f"{what} was refused and changed the cache all the same: {error}")
+
+    def reset(self) -> None:
+        """Forget everything, as after a refusal that says so."""
+        self.cache.reset()
+        self.forget()
+
+    def words(self, n: int, batch: int) -> torch.Tensor:
+        """New token ids ``[batch, n]``."""
+        if self.text == "equal":
+            return torch.full((batch, n), 7)
+        ids = torch.randint(3, VOCABULARY, (batch, n), generator=self.generator)
+        if self.text == "repeat":
+            return 5 + (torch.arange(n) % 3).expand(batch, n).contiguous()
+        return ids
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def feed(
+        self, n: int = 1, mask: str | None = None, pad: Sequence[int] = (), wide: bool = True, additive: bool = False,
+        explicit: bool = False, grad: str = "no_grad", cast: bool = True,
+    ) -> None:  # fmt: skip
+        """``n`` new tokens per row.
+
+        ``mask``: None or "ones"; "left", "right", "inside" with ``pad`` columns of padding per row; or a 4-D one,
+        ``additive`` or of booleans, with a column per token (``wide``) or per slot. ``explicit``: position ids are
+        given where they need not be. ``grad``: the mode. ``cast``: under autocast, where the life has one.
+        """
+        if mask in MASKS_4D and ("sliding" in self.kinds or n == 0):
+            return
+        real = self._real(n, mask, pad)
+        among = _among(mask if mask in MASKS_4D else "causal", n, self.generator)
+        old, given = None, None
+        padded = self.padded or not bool(real.all())
+        held = look(self.cache)
+        slots = held[0].keys.shape[2] if held and held[0].keys is not None else 0
+        if mask in MASKS_4D:
+            if padded:
+                return
+            width = self.columns.shape[1] if wide else slots
+            if mask == "old":
+                old = torch.zeros(n, width).masked_fill(torch.rand(width, generator=self.generator) < 0.3, HIDDEN)
+            given = torch.cat((torch.zeros(n, width) if old is None else old, among), -1)[None, None]
+            given = given.expand(self.batch, -1, -1, -1).clone()
+            given = given.clamp(min=torch.finfo(self.model.dtype).min).to(self.model.dtype) if additive else given == 0
+            if mask == "soft" and not additive:
+                return
+            if old is not None and width != slots:
+                old = "columns are not slots"
+        elif mask is not None or padded:
+            given = torch.cat((self.columns, real), -1).long()
+        ids = self.words(n, self.batch).masked_fill(~real, 0)
+        positions = torch.tensor(self.seen)[:, None] + (real.long().cumsum(-1) - 1).clamp(min=0)
+        options = {"position_ids": positions} if padded or explicit or mask in MASKS_4D else {}
+        self._step(ids, given, options, real, positions, among, old, held, grad, cast)
+
+    def _step(self, ids, given, options, real, positions, among, old, held, grad="no_grad", cast=True) -> None:
+        columns = torch.cat((self.columns, real), -1)
+        refusals = len(self.refusals)
+        logits = None
+        with self.may_refuse(f"feed {tuple(ids.shape)}"), GRADS[grad](), self._casting(cast):
+            logits = self.model(ids, attention_mask=given, past_key_values=self.cache, use_cache=True, **options).logits
+        if len(self.refusals) > refusals:
+            return
+        assert logits is not None
+        expect(not isinstance(old, str), "difference", "a mask with content over tokens that have no slot was obeyed")
+        after = look(self.cache)
+        begun = self.columns.shape[1]
+        self.columns, self.padded = columns, self.padded or not bool(real.all())
+        logits = logits.detach()
+        for row in range(self.batch):
+            mine = real[row].nonzero()[:, 0]
+            if not len(mine):
+                continue
+            step = Step(ids[row, mine], positions[row, mine], begun + mine, among[mine][:, mine],
+                        None if old is None else old[mine], WINDOW)  # fmt: skip
+            wanted = []
+            for model, casting in ((self.plain, self._casting(cast)), (self.exact, contextlib.nullcontext())):
+                with casting:
+                    wanted.append(plain_step(model, held, self.kinds, row, step, columns))
+            expect_close(logits[row, mine], *wanted, f"logits of row {row} after {begun} columns, {len(mine)} new")
+        self.check(held, after, ids.shape[1])
+
+    def _casting(self, cast: bool) -> Any:
+        if self.autocast is None or not cast:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=getattr(torch, self.autocast))
+
+    def _real(self, n: int, mask: str | None, pad: Sequence[int]) -> torch.Tensor:
+        """Which of the new columns ``[B, n]`` are tokens."""
+        real = torch.ones(self.batch, n, dtype=torch.bool)
+        if mask not in ("left", "right", "inside") or n == 0:
+            return real
+        for row in range(self.batch):
+            k = pad[row % len(pad)] if pad else 0
+            k = k % (n + 1) if mask == "left" else k % n  # a chunk may be nothing but padding to a row
+            start = {"left": 0, "right": n - k, "inside": min(1, n - k)}[mask]
+            real[row, start : start + k] = False
+        return real
+
+    # -- what always holds --------------------------------------------------------------------------------------------
+
+    def check(self, before: list[Held], after: list[Held], new: int) -> None:
+        """Degrees, positions, preserved slots and statistics after a step of ``new`` columns."""
+        for index, (kind, held) in enumerate(zip(self.kinds, after, strict=True)):
+            where = f"layer {index}"
+            tokens = self.columns.shape[1]
+            expect(held.logical == tokens, "state", f"{where} counts {held.logical} columns, there were {tokens}")
+            if kind == "full" and held.keys is not None:
+                self._check_layer(held, where)
+                if before and before[index].keys is not None and not self._lossy:
+                    check_unmerged(before[index], held, where)
+        stats = self.cache.stats()
+        filled = [held for held in after if held.degree is not None and held.keys is not None]
+        if filled:
+            expect(stats.logical == max(self.seen), "state", f"stats say {stats.logical} tokens of {max(self.seen)}")
+            total = stats.physical + stats.merged + stats.evicted
+            expect(total == stats.logical, "state", f"stats do not add up: {stats}")
+            expect(stats.evicted == 0 or self._evicts, "state", f"stats say {stats.evicted} evicted, none was")
+            expect(stats.bytes > 0 and stats.layers == len(filled), "state", f"stats are {stats}")
+
+    def _check_layer(self, held: Held, where: str) -> None:
+        degree, positions = held.degree, held.positions
+        assert degree is not None
+        assert positions is not None
+        expect(list(held.seen) == self.seen, "state", f"{where} has seen {held.seen} tokens, not {self.seen}")
+        expect(degree.equal(degree.round()) and (degree >= 0).all(), "state", f"{where}: degrees are no counts")
+        for row, seen in enumerate(self.seen):
+            total, live = degree[row].sum(-1), (degree[row] > 0).sum(-1)
+            right = live if self._evicts else torch.full_like(total, seen)
+            expect(total.equal(right.to(total.dtype)), "state", f"{where}, row {row}: degrees add up to {total.tolist()}, "
+                   f"tokens are {right.tolist()}")  # fmt: skip
+            for head in range(degree.shape[1]):
+                alive = degree[row, head] > 0
+                places = positions[row, head, alive]
+                fine = (places.diff() > 0).all() and (places >= 0).all() and (places < max(seen, 1)).all()
+                expect(fine, "state", f"{where}, row {row}, head {head}: positions {places.tolist()} of {seen} tokens")
+                single = set(places[degree[row, head, alive] == 1].tolist())
+                kept = [p for p in self._preserved(seen) if p not in single]
+                expect(not kept, "state", f"{where}, row {row}, head {head}: preserved tokens {kept} were merged")
+
+    def _preserved(self, seen: int) -> set[int]:
+        """Positions that always stand alone: sinks. The recent ones move on between two events."""
+        sinks = sum(m.slots for m in self.compressor.preservers.members if isinstance(m, Sinks))
+        recent = sum(m.slots or 0 for m in self.compressor.preservers.members if isinstance(m, Recent))
+        return {*range(min(sinks, seen)), *range(max(seen - recent, 0), seen)}
+
+    @property
+    def _evicts(self) -> bool:
+        return bool(getattr(self.compressor.matching, "evicts", False))
+
+    @property
+    def _lossy(self) -> bool:
+        return "Quantised" in repr(self.storage)
+
+
+def same_as(before: list[Held], after: list[Held]) -> bool:
+    """Whether no layer was changed; layers that were laid out meanwhile and hold nothing are no change."""
+    if not before:
+        return all(held.keys is None for held in after)
+    return len(before) == len(after) and all(a.same(b) for a, b in zip(before, after, strict=True))
+
+
+def check_unmerged(before: Held, after: Held, where: str) -> None:
+    """A slot that stands for what it stood for is what it was, to the last bit."""
+    assert before.degree is not None
+    assert after.degree is not None
+    for row in range(after.degree.shape[0]):
+        for head in range(after.degree.shape[1]):
+            old = {
+                int(before.positions[row, head, i]): i for i in (before.degree[row, head] > 0).nonzero()[:, 0].tolist()
+            }
+            for slot in (after.degree[row, head] > 0).nonzero()[:, 0].tolist():
+                was = old.get(int(after.positions[row, head, slot]))
+                if was is None or before.degree[row, head, was] != after.degree[row, head, slot]:
+                    continue
+                for name in ("keys", "values"):
+                    same = getattr(before, name)[row, head, was].equal(getattr(after, name)[row, head, slot])
+                    expect(same, "state", f"{where}, row {row}, head {head}: {name} of slot {slot} changed, unmerged")
+
+
+def _among(mask: str, n: int, generator: torch.Generator) -> torch.Tensor:
+    """``[n, n]``, added to logits among the new tokens."""
+    if mask == "both":
+        return torch.zeros(n, n)
+    among = torch.zeros(n, n).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), HIDDEN)
+    if mask == "documents":
+        among[n // 2 :, : n // 2] = HIDDEN
+    elif mask == "soft":
+        among -= torch.rand(n, n, generator=generator)
+    elif mask == "sparse":
+        among = among.masked_fill(
+            (torch.rand(n, n, generator=generator) < 0.4) & ~torch.eye(n, dtype=torch.bool), HIDDEN
+        )
+    return among
