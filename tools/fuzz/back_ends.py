@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from centroidkv import Budget, KVState, Rotary
+from centroidkv import KVState, Rotary
 from centroidkv.errors import BackendError, CentroidKVError
 from centroidkv.native import why_not_native, why_not_these
 from centroidkv.queries import QUERIES
@@ -50,8 +50,11 @@ class BackEnds:
     def compress(self, budget: float | int = 0.4) -> None:
         """To that budget, by every back end that takes it; go on with what the reference says."""
         state = self.state
-        built = make_compressor(**{**self.recipe, "budget": budget})
-        built = replace(built, budget=Budget.of(budget))
+        try:
+            built = make_compressor(**{**self.recipe, "budget": budget})
+        except CentroidKVError as error:
+            self.refusals.append(f"configuration: {error}")
+            return
         reference, refused = self._run(replace(built, backend="reference"), state)
         fast = built.fast_path
         names = ["auto"] + ["blocked"] * (not isinstance(fast, str))

@@ -156,6 +156,8 @@ class Cached:
         columns = torch.cat((self.columns, real), -1)
         refusals = len(self.refusals)
         logits = None
+        if not ids.shape[1] and not self._plain_takes_nothing(options):
+            return
         with self.may_refuse(f"feed {tuple(ids.shape)}"), GRADS[grad](), self._casting(cast):
             logits = self.model(ids, attention_mask=given, past_key_values=self.cache, use_cache=True, **options).logits
         if len(self.refusals) > refusals:
@@ -178,6 +180,15 @@ class Cached:
                     wanted.append(plain_step(model, held, self.kinds, row, step, columns))
             expect_close(logits[row, mine], *wanted, f"logits of row {row} after {begun} columns, {len(mine)} new")
         self.check(held, after, ids.shape[1])
+
+    @torch.no_grad()
+    def _plain_takes_nothing(self, options: dict[str, Any]) -> bool:
+        """Whether the plain model takes no new tokens at all; many reshape by -1 and fail."""
+        try:
+            self.plain(self.words(0, self.batch), use_cache=True, **options)
+        except RuntimeError:
+            return False
+        return True
 
     def _casting(self, cast: bool) -> Any:
         if self.autocast is None or not cast:

@@ -25,8 +25,7 @@ class Failure:
     @property
     def signature(self) -> str:
         """What smaller cases must share: the sort, and the message without its numbers."""
-        words = re.sub(r"[\[({'\"].*|[-+]?\d[\d.e+-]*", "#", self.message)
-        return f"{self.sort}: {' '.join(words.split())[:70]}"
+        return f"{self.sort}: {plain_words(self.message)[:80]}"
 
 
 @dataclass
@@ -73,3 +72,11 @@ def _raw(error: BaseException, operation: int) -> Failure:
 
 def _where(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))[-6000:]
+
+
+def plain_words(text: str) -> str:
+    """``text`` without numbers, names in quotes, and what stands in brackets."""
+    for _ in range(3):  # brackets within brackets
+        text = re.sub(r"\([^()]*\)|\[[^][]*\]|\{[^{}]*\}", "#", text)
+    text = re.sub(r"'[^']*'|\"[^\"]*\"|[-+]?\d[\d.e+-]*", "#", text)
+    return " ".join(text.split())

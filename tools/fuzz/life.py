@@ -108,9 +108,10 @@ class Life(Cached):
             path = Path(folder, "cache.safetensors")
             self.cache.save(path)
             loaded = CentroidCache.load(path, self.compressor, config=self.model.config, storage=self.storage)
+            expect(same_as(before, look(loaded)), "state", "a loaded cache is not what was saved")
             with path.open("r+b") as file:
                 file.write(b"\x3f" * path.stat().st_size)
-            expect(same_as(before, look(loaded)), "state", "a loaded cache is not what was saved")
+            expect(same_as(before, look(loaded)), "state", "a loaded cache changes with its file")
             self.cache = loaded
 
     def wrong_batch(self, batch: int = 3) -> None:

@@ -13,12 +13,12 @@ import torch
 from centroidkv import Rotary
 from centroidkv.attention import paged_degree_attention
 from centroidkv.attention.limits import kernel_fits
+from centroidkv.attention.paged.native import why_not
 from centroidkv.integrations.vllm import ServingOptions, ServingPlan
 from centroidkv.integrations.vllm.attend import attend, causal_attention
 from centroidkv.integrations.vllm.batch import lay_out
 from centroidkv.integrations.vllm.cluster import cluster
 from centroidkv.integrations.vllm.pages import Pages, slot_bytes
-from centroidkv.native import why_not_native
 from centroidkv.testing.strategies import make_keys
 from tools.fuzz.found import expect, expect_close
 
@@ -151,8 +151,8 @@ class Pool:
             right = torch.full_like(total, degree.shape[1] if self.evicts else start)
             expect(total.equal(right), "state", f"{who}: degrees add up to {total.tolist()} after {start} tokens")
             new = slice(start, stop)
-            wanted = [repeat_attention(request.query[new].to(dtype), keys, values, degree, request.keys[new],
-                                       request.values[new], self.scale) for dtype in (self.dtype, torch.float64)]  # fmt: skip
+            given = (keys, values, degree, request.keys[new], request.values[new], self.scale)
+            wanted = [repeat_attention(request.query[new].to(dtype), *given) for dtype in (self.dtype, torch.float64)]
             got = out[start - span.start : stop - span.start]
             expect_close(got, *wanted, f"{who}, tokens {start} to {stop}")
             for token in range(start, stop):
@@ -168,7 +168,7 @@ class Pool:
             return
         views = [x.transpose(1, 2) for x in (self.pages.keys, self.pages.values, self.pages.log_degree)]
         asked = query[decode.rows]
-        names = ["reference", "sdpa"] + ["native"] * (why_not_native() is None and _native_takes(asked, *views))
+        names = ["reference", "sdpa"] + ["native"] * (why_not(asked, *views[:2]) is None)
         names += ["triton"] * bool(kernel_fits(asked, *views[:2]))
         exact = paged_degree_attention(
             asked.double(), *(x.double() for x in views[:2]), views[2], decode.table, decode.lengths,
@@ -184,12 +184,6 @@ class Pool:
         held = [block for request in self.requests for block in request.table if block]
         everything = sorted(held + self.free)
         expect(everything == list(range(1, len(self.pages.keys))), "state", "blocks are lost or held twice")
-
-
-def _native_takes(query: torch.Tensor, *views: torch.Tensor) -> bool:
-    from centroidkv.attention.paged.native import why_not
-
-    return why_not(query, *views) is None
 
 
 def repeat_attention(

@@ -29,7 +29,7 @@ def write(case: Case, message: str, prelude: str = "", threads: int = 2) -> str:
         imports |= found
         bodies.append(f"# {'-' * 20} tools/fuzz/{part}.py\n\n{body}")
     lines = [
-        f'"""Found by tools/fuzz, which says:\n\n{text}\n\nRun it by itself: it ends with that error, or says "mended".\n"""',
+        f'"""Found by tools/fuzz, which says:\n\n{text}\n\nRun by itself it ends with that error, or says "mended".\n"""',
         "from __future__ import annotations",
         "import os\n\nos.environ.setdefault('HF_HUB_OFFLINE', '1')",
         "\n".join(sorted(imports, key=lambda line: (line.startswith("from"), line))),

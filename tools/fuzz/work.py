@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tools.fuzz.draw import Case, draw
-from tools.fuzz.drive import Failure, run
+from tools.fuzz.drive import Failure, plain_words, run
 from tools.fuzz.script import write
 from tools.fuzz.shrink import shrink
 from tools.fuzz.watch import Watch
@@ -87,7 +87,7 @@ class Worker:
         self.operations += outcome.operations
         self.subjects[case.subject] += 1
         for refusal in outcome.refusals:
-            self.refusals[Failure("refused", refusal, 0).signature.removeprefix("refused: ")] += 1
+            self.refusals[plain_words(refusal)[:160]] += 1
         if outcome.failure is None:
             return
         wanted = outcome.failure.signature
