@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +33,9 @@ class BackEnds:
         shape = (batch, heads, slots, size)
         keys = make_keys(kind, shape, self.generator)
         if rank:
-            keys = keys[..., :rank] @ torch.randn(rank, size, generator=self.generator)
+            keys = keys[..., :rank] @ torch.randn(min(rank, size), size, generator=self.generator)
         values = torch.randn(*shape[:3], value_size or size, generator=self.generator)
-        largest = torch.finfo(getattr(torch, dtype)).max
+        largest = min(torch.finfo(getattr(torch, dtype)).max, torch.finfo(torch.float32).max)
         keys, values = (_scaled(x, f, largest).to(getattr(torch, dtype))
                         for x, f in ((keys, key_factor), (values, value_factor)))  # fmt: skip
         mask = torch.ones(batch, slots, dtype=torch.bool)
@@ -77,6 +79,28 @@ class BackEnds:
             return
         check_result(state, reference, "reference")
         self.state = replace(reference, head_data=state.head_data)
+
+    def beside(self, times: int = 4, budget: float | int = 0.4) -> None:
+        """Another thread compresses this state; threads that begin meanwhile have PyTorch's usual number of threads."""
+        try:
+            built = make_compressor(**{**self.recipe, "budget": budget})
+        except CentroidKVError:
+            return
+        usual, found = torch.get_num_threads(), set()
+
+        def compress() -> None:
+            with contextlib.suppress(CentroidKVError):
+                for _ in range(times):
+                    built(self.state, strict=False)
+
+        thread = threading.Thread(target=compress)
+        thread.start()
+        while thread.is_alive():
+            other = threading.Thread(target=lambda: found.add(torch.get_num_threads()))
+            other.start()
+            other.join()
+        thread.join()
+        expect(found <= {usual}, "threads", f"threads begun meanwhile have {sorted(found)} of PyTorch's, not {usual}")
 
     def _run(self, compressor: Any, state: KVState) -> tuple[KVState | None, str]:
         before = [x.clone() for x in (state.keys, state.values, state.degree, state.positions)]

@@ -11,8 +11,9 @@ import torch
 
 from centroidkv.errors import CentroidKVError
 from centroidkv.integrations.transformers import CentroidCache, enable
-from centroidkv.preserve import Recent, Sinks
+from tools.fuzz.alone import Alone, NotAlone
 from tools.fuzz.found import Wrong, expect, expect_close
+from tools.fuzz.holds import check_holds
 from tools.fuzz.models import VOCABULARY, WINDOW, layer_kinds, make_model, plain_twins
 from tools.fuzz.oracle import Held, Step, look, plain_step
 from tools.fuzz.recipe import STORAGES, make_compressor
@@ -31,9 +32,10 @@ class Cached:
     """
 
     def __init__(
-        self, family: str = "llama", layers: int = 1, heads: int = 4, kv_heads: int = 2, attention: str = "sdpa",
-        enabled: bool = True, dtype: str = "float32", autocast: str | None = None, text: str = "random", batch: int = 1,
-        interval: int = 8, storage: str | None = None, capacity: str = "growing", named: bool = False, seed: int = 0,
+        self, family: str = "llama", layers: int = 1, heads: int = 4, kv_heads: int = 2,
+        attention: str = "sdpa", enabled: bool = True, dtype: str = "float32", autocast: str | None = None, text: str = "random", batch: int = 1,
+        interval: int = 8, storage: str | None = None, capacity: str = "growing", named: bool = False, alone: bool = False,
+        seed: int = 0,
         beside: Cached | None = None, **recipe: Any,
     ) -> None:  # fmt: skip
         warnings.simplefilter("ignore")
@@ -41,6 +43,7 @@ class Cached:
             layer_kinds(family, layers), batch, text, autocast, dtype,
         )  # fmt: skip
         self.refusals: list[str] = []
+        self.compare_alone, self.interval, self.capacity = alone, interval, capacity
         self.attention = attention
         if beside is None:
             self.model = make_model(family, layers, heads, kv_heads, attention, dtype, seed)
@@ -66,6 +69,7 @@ class Cached:
 
     def forget(self) -> None:
         """Nothing was read yet."""
+        self.alone = Alone(self) if self.compare_alone else NotAlone()
         self.columns = torch.zeros(self.batch, 0, dtype=torch.bool)
         self.padded = False
 
@@ -179,7 +183,8 @@ class Cached:
                 with casting:
                     wanted.append(plain_step(model, held, self.kinds, row, step, columns))
             expect_close(logits[row, mine], *wanted, f"logits of row {row} after {begun} columns, {len(mine)} new")
-        self.check(held, after, ids.shape[1])
+        self.check(held, after)
+        self.alone.fed(self, ids, real, positions, given)
 
     @torch.no_grad()
     def _plain_takes_nothing(self, options: dict[str, Any]) -> bool:
@@ -189,6 +194,10 @@ class Cached:
         except RuntimeError:
             return False
         return True
+
+    def check(self, before: list[Held], after: list[Held]) -> None:
+        """What always holds, after a step or an operation."""
+        check_holds(self.cache, self.kinds, self.columns, before, after)
 
     def _casting(self, cast: bool) -> Any:
         if self.autocast is None or not cast:
@@ -207,85 +216,12 @@ class Cached:
             real[row, start : start + k] = False
         return real
 
-    # -- what always holds --------------------------------------------------------------------------------------------
-
-    def check(self, before: list[Held], after: list[Held], new: int) -> None:
-        """Degrees, positions, preserved slots and statistics after a step of ``new`` columns."""
-        for index, (kind, held) in enumerate(zip(self.kinds, after, strict=True)):
-            where = f"layer {index}"
-            tokens = self.columns.shape[1]
-            expect(held.logical == tokens, "state", f"{where} counts {held.logical} columns, there were {tokens}")
-            if kind == "full" and held.keys is not None:
-                self._check_layer(held, where)
-                if before and before[index].keys is not None and not self._lossy:
-                    check_unmerged(before[index], held, where)
-        stats = self.cache.stats()
-        filled = [held for held in after if held.degree is not None and held.keys is not None]
-        if filled:
-            expect(stats.logical == max(self.seen), "state", f"stats say {stats.logical} tokens of {max(self.seen)}")
-            total = stats.physical + stats.merged + stats.evicted
-            expect(total == stats.logical, "state", f"stats do not add up: {stats}")
-            expect(stats.evicted == 0 or self._evicts, "state", f"stats say {stats.evicted} evicted, none was")
-            expect(stats.bytes > 0 and stats.layers == len(filled), "state", f"stats are {stats}")
-
-    def _check_layer(self, held: Held, where: str) -> None:
-        degree, positions = held.degree, held.positions
-        assert degree is not None
-        assert positions is not None
-        expect(list(held.seen) == self.seen, "state", f"{where} has seen {held.seen} tokens, not {self.seen}")
-        expect(degree.equal(degree.round()) and (degree >= 0).all(), "state", f"{where}: degrees are no counts")
-        for row, seen in enumerate(self.seen):
-            total, live = degree[row].sum(-1), (degree[row] > 0).sum(-1)
-            right = live if self._evicts else torch.full_like(total, seen)
-            expect(total.equal(right.to(total.dtype)), "state", f"{where}, row {row}: degrees add up to {total.tolist()}, "
-                   f"tokens are {right.tolist()}")  # fmt: skip
-            for head in range(degree.shape[1]):
-                alive = degree[row, head] > 0
-                places = positions[row, head, alive]
-                fine = (places.diff() > 0).all() and (places >= 0).all() and (places < max(seen, 1)).all()
-                expect(fine, "state", f"{where}, row {row}, head {head}: positions {places.tolist()} of {seen} tokens")
-                single = set(places[degree[row, head, alive] == 1].tolist())
-                kept = [p for p in self._preserved(seen) if p not in single]
-                expect(not kept, "state", f"{where}, row {row}, head {head}: preserved tokens {kept} were merged")
-
-    def _preserved(self, seen: int) -> set[int]:
-        """Positions that always stand alone: sinks. The recent ones move on between two events."""
-        sinks = sum(m.slots for m in self.compressor.preservers.members if isinstance(m, Sinks))
-        recent = sum(m.slots or 0 for m in self.compressor.preservers.members if isinstance(m, Recent))
-        return {*range(min(sinks, seen)), *range(max(seen - recent, 0), seen)}
-
-    @property
-    def _evicts(self) -> bool:
-        return bool(getattr(self.compressor.matching, "evicts", False))
-
-    @property
-    def _lossy(self) -> bool:
-        return "Quantised" in repr(self.storage)
-
 
 def same_as(before: list[Held], after: list[Held]) -> bool:
     """Whether no layer was changed; layers that were laid out meanwhile and hold nothing are no change."""
     if not before:
         return all(held.keys is None for held in after)
     return len(before) == len(after) and all(a.same(b) for a, b in zip(before, after, strict=True))
-
-
-def check_unmerged(before: Held, after: Held, where: str) -> None:
-    """A slot that stands for what it stood for is what it was, to the last bit."""
-    assert before.degree is not None
-    assert after.degree is not None
-    for row in range(after.degree.shape[0]):
-        for head in range(after.degree.shape[1]):
-            old = {
-                int(before.positions[row, head, i]): i for i in (before.degree[row, head] > 0).nonzero()[:, 0].tolist()
-            }
-            for slot in (after.degree[row, head] > 0).nonzero()[:, 0].tolist():
-                was = old.get(int(after.positions[row, head, slot]))
-                if was is None or before.degree[row, head, was] != after.degree[row, head, slot]:
-                    continue
-                for name in ("keys", "values"):
-                    same = getattr(before, name)[row, head, was].equal(getattr(after, name)[row, head, slot])
-                    expect(same, "state", f"{where}, row {row}, head {head}: {name} of slot {slot} changed, unmerged")
 
 
 def _among(mask: str, n: int, generator: torch.Generator) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -12,7 +13,7 @@ from tools.fuzz.cached import GRADS, MASKS_4D
 from tools.fuzz.life import ERRORS, PLACES, Life
 from tools.fuzz.models import FAMILIES
 from tools.fuzz.pool import Pool
-from tools.fuzz.recipe import MATCHINGS, SCHEDULES, SIMILARITIES, SPLITS, STORAGES
+from tools.fuzz.recipe import MATCHINGS, SCHEDULES, SIMILARITIES, SPLITS, STORAGES, make_compressor
 
 Operation = tuple[str, dict[str, Any]]
 
@@ -31,7 +32,16 @@ def draw(random: Random, subjects: tuple[str, ...] = ("life", "pool", "back_ends
     weights = [{"life": 6, "pool": 2, "back_ends": 3}[subject] for subject in subjects]
     subject = random.choices(subjects, weights)[0]
     options, operations = SUBJECTS[subject][1](random)
-    return Case(subject, {k: v for k, v in options.items() if v is not None}, tuple(operations))
+    usual = _defaults(*SUBJECTS[subject][0].__mro__[:-1], make_compressor)
+    options = {k: v for k, v in options.items() if v is not None and (k not in usual or usual[k] != v)}
+    kept = [(name, {k: v for k, v in given.items() if v is not None}) for name, given in operations]
+    return Case(subject, options, tuple(kept))
+
+
+def _defaults(*makers: Any) -> dict[str, Any]:
+    """What options are if nothing is said."""
+    parameters = [p for maker in makers for p in inspect.signature(maker).parameters.values()]
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _maybe(random: Random, share: float, value: Any, otherwise: Any = None) -> Any:
@@ -81,6 +91,7 @@ def _life(random: Random) -> tuple[dict[str, Any], list[Operation]]:
         "storage": _maybe(random, 0.3, random.choice([s for s in STORAGES if s])) if not fixed else None,
         "capacity": "fixed" if fixed else None,
         "named": _maybe(random, 0.2, True),
+        "alone": _maybe(random, 0.4, True),
         "seed": random.randrange(1000),
         **recipe,
     }
@@ -102,9 +113,13 @@ def _life(random: Random) -> tuple[dict[str, Any], list[Operation]]:
         if mode == "grad" and random.random() < 0.7:
             mode = "no_grad"
         return "feed", {
-            "n": n, "mask": mask, **more, **({"grad": mode} if mode != "no_grad" else {}),
-            **({"explicit": True} if random.random() < 0.2 else {}), **({"cast": False} if random.random() < 0.1 else {}),
-        }  # fmt: skip
+            "n": n,
+            "mask": mask,
+            **more,
+            "grad": mode if mode != "no_grad" else None,
+            "explicit": _maybe(random, 0.2, True),
+            "cast": _maybe(random, 0.1, False),
+        }
 
     operations.append(feed(random.randint(1, 200 if long else 80), padding))
     for _ in range(random.randint(2, 14)):
@@ -202,7 +217,10 @@ def _back_ends(random: Random) -> tuple[dict[str, Any], list[Operation]]:
         **recipe,
     }
     budgets = [random.choice([0.1, 0.25, 0.5, 0.9, 1, 5, 12, 100]) for _ in range(random.randint(1, 3))]
-    return options, [("compress", {"budget": budget}) for budget in budgets]
+    operations: list[Operation] = [("compress", {"budget": budget}) for budget in budgets]
+    if random.random() < 0.15:
+        operations.insert(0, ("beside", {}))
+    return options, operations
 
 
 SUBJECTS: dict[str, tuple[type, Callable[[Random], tuple[dict[str, Any], list[Operation]]]]] = {

@@ -15,6 +15,7 @@ import torch
 from centroidkv.cache import FixedState, GrowingState
 from centroidkv.compressor import Compressor
 from centroidkv.integrations.transformers import CentroidCache, enable
+from tools.fuzz.alone import NotAlone
 from tools.fuzz.cached import Cached, same_as
 from tools.fuzz.found import expect
 from tools.fuzz.models import attention_modules
@@ -59,12 +60,15 @@ class Life(Cached):
             expect(same_as(before, look(self.cache)), "state", f"a crop was refused half-way: {error}")
             return
         if len(self.refusals) == refusals:
-            self.columns = self.columns[:, : self.columns.shape[1] - tokens]
-            self.check([], look(self.cache), -tokens)
+            left = self.columns.shape[1] - tokens
+            gone, self.columns = self.columns[:, left:], self.columns[:, :left]
+            self.check([], look(self.cache))
+            self.alone.cropped(self, gone.sum(-1).tolist())
 
     def record(self) -> None:
         """Assisted generation begins: new tokens wait for a crop before they are clustered."""
         self.cache.activate_past_recording()
+        self.alone = NotAlone()
 
     def reorder(self, rows: Sequence[int] = (0,), how: str = "reorder") -> None:
         """Rows of the batch are permuted, dropped ("select") or repeated ("repeat": ``rows[0] + 1`` times)."""
@@ -88,6 +92,7 @@ class Life(Cached):
             same = all(a.same(b) for a, b in zip(wanted, look(self.cache), strict=True)) or not self.columns.shape[1]
             expect(same, "state", f"{how} {rows} did not move everything of the rows")
             self.batch, self.columns = len(rows), self.columns[rows]
+            self.alone.reordered(rows)
 
     def copy(self, go_on_with: str = "copy") -> None:
         """A deep copy; whichever is not gone on with must stay as it is until the end."""
@@ -146,7 +151,7 @@ class Life(Cached):
             return
         if len({held.logical for held in after}) == 1 and after[0].logical == seen.shape[1] + n:
             self.columns = torch.cat((seen, torch.ones(self.batch, n, dtype=torch.bool)), -1)
-            self.check([], after, n)
+            self.check([], after)
             return
         refusals = len(self.refusals)
         with self.may_refuse("a torn cache"), torch.no_grad():
@@ -205,6 +210,7 @@ class Life(Cached):
     @contextlib.contextmanager
     def during(self, where: str, at: int, action: Callable[[], None]) -> Iterator[None]:
         """Run ``action`` the ``at``-th time that ``where`` is reached in this thread, once."""
+        self.alone = NotAlone()  # whose steps would be counted too
         here, count = threading.get_ident(), iter(range(10**9))
 
         def reached() -> None:

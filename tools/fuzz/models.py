@@ -24,7 +24,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def layer_kinds(family: str, layers: int) -> list[str]:
-    """ "full" or "sliding" for each layer."""
+    """Whether each layer attends fully ("full") or in a window ("sliding")."""
     if family == "mistral-sliding":
         return ["sliding"] * layers
     if family == "gemma3":  # the first layer slides, the next does not

@@ -9,7 +9,7 @@ from pathlib import Path
 from tools.fuzz.draw import SUBJECTS, Case
 
 PARTS = {
-    "life": ("found", "models", "oracle", "recipe", "cached", "life"),
+    "life": ("found", "models", "oracle", "recipe", "holds", "alone", "cached", "life"),
     "pool": ("found", "pool"),
     "back_ends": ("found", "recipe", "back_ends"),
 }
@@ -29,7 +29,7 @@ def write(case: Case, message: str, prelude: str = "", threads: int = 2) -> str:
         imports |= found
         bodies.append(f"# {'-' * 20} tools/fuzz/{part}.py\n\n{body}")
     lines = [
-        f'"""Found by tools/fuzz, which says:\n\n{text}\n\nRun by itself it ends with that error, or says "mended".\n"""',
+        f'"""Found by tools/fuzz:\n\n{text}\n\nRun by itself it ends with that error, or says "mended".\n"""',
         "from __future__ import annotations",
         "import os\n\nos.environ.setdefault('HF_HUB_OFFLINE', '1')",
         "\n".join(sorted(imports, key=lambda line: (line.startswith("from"), line))),
