@@ -173,6 +173,16 @@ def check_result(before: KVState, after: KVState, name: str) -> None:
     evicted = after.degree.sum(-1).double()
     expect((evicted <= before.degree.sum(-1).double()).all(), "state", f"{name}: mass grew to {evicted.tolist()}")
     expect(after.degree.equal(after.degree.round()), "state", f"{name}: degrees are no counts")
+    if after.degree.sum(-1).equal(before.degree.sum(-1)):  # nothing was evicted: the mean keeps the sum of all tokens
+        unit = torch.finfo(before.keys.dtype).eps * max(after.rounds - before.rounds, 1)
+        for what in ("keys", "values"):
+            sums = []
+            for state in (before, after):
+                numbers = getattr(state, what).double().masked_fill((state.degree == 0)[..., None], 0.0)
+                sums.append((state.degree[..., None].double() * numbers).sum(2))
+                size = (state.degree[..., None].double() * numbers.abs()).sum(2)
+            off = float(((sums[1] - sums[0]).abs() - 32 * unit * size - 1e-30).amax()) if sums[0].numel() else 0.0
+            expect(off <= 0, "difference", f"{name}: the sum of all {what} moved, by {off:.2e} too much")
     expect(after.seen.equal(before.seen), "state", f"{name}: seen {after.seen.tolist()}")
     for row in range(after.batch):
         for head in range(after.heads):

@@ -14,7 +14,7 @@ from centroidkv.integrations.transformers import CentroidCache, enable
 from tools.fuzz.alone import Alone, NotAlone
 from tools.fuzz.found import Wrong, expect, expect_close
 from tools.fuzz.holds import check_holds
-from tools.fuzz.models import VOCABULARY, WINDOW, layer_kinds, make_model, plain_twins
+from tools.fuzz.models import VOCABULARY, WINDOW, layer_kinds, three_models
 from tools.fuzz.oracle import Held, Step, look, plain_step
 from tools.fuzz.recipe import STORAGES, make_compressor
 
@@ -32,11 +32,10 @@ class Cached:
     """
 
     def __init__(
-        self, family: str = "llama", layers: int = 1, heads: int = 4, kv_heads: int = 2,
-        attention: str = "sdpa", enabled: bool = True, dtype: str = "float32", autocast: str | None = None, text: str = "random", batch: int = 1,
-        interval: int = 8, storage: str | None = None, capacity: str = "growing", named: bool = False, alone: bool = False,
-        seed: int = 0,
-        beside: Cached | None = None, **recipe: Any,
+        self, family: str = "llama", layers: int = 1, heads: int = 4, kv_heads: int = 2, attention: str = "sdpa",
+        enabled: bool = True, dtype: str = "float32", autocast: str | None = None, text: str = "random", batch: int = 1,
+        interval: int = 8, storage: str | None = None, capacity: str = "growing", named: bool = False,
+        alone: bool = False, seed: int = 0, beside: Cached | None = None, **recipe: Any,
     ) -> None:  # fmt: skip
         warnings.simplefilter("ignore")
         self.kinds, self.batch, self.text, self.autocast, self.dtype = (
@@ -46,8 +45,10 @@ class Cached:
         self.compare_alone, self.interval, self.capacity = alone, interval, capacity
         self.attention = attention
         if beside is None:
-            self.model = make_model(family, layers, heads, kv_heads, attention, dtype, seed)
-            self.plain, self.exact = plain_twins(self.model)
+            self.model, self.plain, self.exact = three_models(
+                family, layers, heads, kv_heads, attention, dtype, seed % 3
+            )
+            self.model.set_attn_implementation(attention)  # whatever the last life left
         else:  # another user of the same model
             self.model, self.plain, self.exact = beside.model, beside.plain, beside.exact
         self.generator = torch.Generator().manual_seed(seed)

@@ -179,11 +179,14 @@ def _pool(random: Random) -> tuple[dict[str, Any], list[Operation]]:
         "text": random.choice(["gaussian", "gaussian", "rotary", "duplicates", "runs", "equal", "ties"]),
         "seed": random.randrange(1000),
     }
-    operations: list[Operation] = [("request", {"prompt": random.randint(1, 200)})]
+    prompt = random.randint(1, 200)
+    operations: list[Operation] = [("request", {"prompt": prompt}), ("step", {"new": (random.choice([prompt, 50]),)})]
     for _ in range(random.randint(3, 20)):
         kind = random.choices(["request", "preempt", "end", "step", "steps"], [3, 2, 1, 8, 4])[0]
         if kind == "request":
             operations.append(("request", {"prompt": random.choice([1, 15, 16, 17, random.randint(1, 250)])}))
+            if random.random() < 0.5:  # all of a prompt at once
+                operations.append(("step", {"new": (0,) * random.randint(0, 2) + (250,)}))
         elif kind in ("preempt", "end"):
             operations.append((kind, {"which": random.randrange(5)}))
         elif kind == "steps":
@@ -206,7 +209,7 @@ def _back_ends(random: Random) -> tuple[dict[str, Any], list[Operation]]:
         "text": random.choice(TEXTS),
         "batch": random.choice([1, 1, 2]),
         "heads": random.choice([1, 1, 2, 3]),
-        "size": random.choice([1, 2, 3, 8, 16, 33, 64]),
+        "size": random.choice([2, 3, 8, 16, 33, 64]),
         "value_size": _maybe(random, 0.3, random.choice([1, 3, 40])),
         "dtype": random.choice(["float32"] * 3 + ["bfloat16", "float16", "float64"]),
         "pad": _maybe(random, 0.2, random.randint(1, 20)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -48,9 +49,11 @@ def make_model(family: str, layers: int, heads: int, kv_heads: int, attention: s
     return model
 
 
-def plain_twins(model: Any) -> tuple[Any, Any]:
-    """The same model twice, for the oracle: as it is, and in float64. Nobody enables anything in them."""
-    return copy.deepcopy(model), copy.deepcopy(model).double()
+@functools.lru_cache(maxsize=24)
+def three_models(*what: Any) -> tuple[Any, Any, Any]:
+    """:func:`make_model`, and two for the oracle: the same, and in float64. Nobody enables anything in those."""
+    model = make_model(*what)
+    return model, copy.deepcopy(model), copy.deepcopy(model).double()
 
 
 def attention_modules(model: Any) -> list[Any]:

@@ -121,7 +121,7 @@ class Pool:
 
         def carry_out(blocks: torch.Tensor, event: Any) -> None:
             which = by_table[tuple(blocks.tolist())]
-            cluster([self.pages], blocks.tolist(), event, plan, self.rotary)
+            self._cluster(requests[which], event)
             moments[which][event.tokens] = self._visible(requests[which], event.tokens)
 
         out = torch.full((len(query), self.heads * self.groups, self.value_size), float("nan"), dtype=self.dtype)
@@ -131,8 +131,26 @@ class Pool:
             self._compare(request, span, moments[i], out[starts[i] : starts[i + 1]], f"request {i}")
             if span.stop > span.start:
                 for event in plan.events(request.prompt, span.stop - 1, span.stop):
-                    cluster([self.pages], request.table, event, plan, self.rotary)
+                    self._cluster(request, event)
             request.computed = span.stop
+
+    def _cluster(self, request: Request, event: Any) -> None:
+        """Carry out an event, in which sums over tokens are kept."""
+        before, after = event.before, event.after
+        sums = [self._sums(request.table[before.first : after.end])]
+        cluster([self.pages], request.table, event, self.plan, self.rotary)
+        sums.append(self._sums(request.table[after.first : after.end]))
+        for what, was, now, size in zip(("keys", "values"), *(s[:2] for s in sums), sums[0][2:], strict=True):
+            off, allowed = float((now - was).abs().max()), 4 * torch.finfo(self.dtype).eps * float(size)
+            fine = self.evicts or off <= allowed
+            expect(fine, "difference", f"{what} added up over all tokens moved by {off:.2e}, allowed are {allowed:.2e}")
+
+    def _sums(self, blocks: list[int]) -> tuple[torch.Tensor, ...]:
+        """The sum over all tokens of keys, of values, and of their largest sizes."""
+        keys, values, log_degree = (x.double() for x in self.pages.read(torch.tensor(blocks)))
+        times = log_degree.exp().round()[..., None]
+        sums = [(times * x).sum(1) for x in (keys, values)]
+        return *sums, *((times * x.abs()).sum(1).max() for x in (keys, values))
 
     def _visible(self, request: Request, tokens: int) -> tuple[torch.Tensor, ...]:
         """Keys ``[H, T, D]``, values and degrees of what stands for the first ``tokens`` tokens."""
