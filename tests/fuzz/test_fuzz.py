@@ -29,11 +29,15 @@ from tools.fuzz.work import NOW, case_of, read_case
 
 ROOT = Path(__file__).parents[2]
 START = {
-    plants.ln_n_is_rounded_to_bfloat16: 13, plants.degrees_are_off_by_one_after_a_reorder: 26,
-    plants.padding_is_taken_as_real: 22, plants.an_error_in_the_middle_is_forgotten: 38,
-    plants.a_preserved_key_moves: 12, plants.a_request_reads_one_block_too_few: 2, plants.pages_hold_degrees_of_another_head: 2,
+    plants.ln_n_is_rounded_to_bfloat16: 13,
+    plants.degrees_are_off_by_one_after_a_reorder: 26,
+    plants.padding_is_taken_as_real: 22,
+    plants.an_error_in_the_middle_is_forgotten: 38,
+    plants.a_preserved_key_moves: 12,
     plants.blocked_rounds_forget_degrees: 21,
-}  # fmt: skip
+    plants.a_request_reads_one_block_too_few: 2,
+    plants.pages_hold_degrees_of_another_head: 2,
+}
 """A case of seed 0 from which on the search is short; 6 for the others."""
 CASES = 60
 PLANTS = [
@@ -74,16 +78,22 @@ def test_planted_faults_are_found(subject, plant, monkeypatch):
 
 def test_a_failure_shrinks_to_a_script_that_fails_alone(monkeypatch, tmp_path):
     plant = plants.ln_n_is_left_out
-    case, found = search("life", plant, monkeypatch)
+    operations = (
+        ("feed", {"n": 33, "mask": "left", "pad": (3, 9)}), ("crop", {"tokens": 1}), ("copy", {}),
+        ("feed", {"n": 2, "explicit": True}), ("reorder", {"rows": (1, 0)}), ("feed", {"n": 1}),
+    )  # fmt: skip
+    case = Case("life", {"family": "qwen2", "layers": 2, "batch": 2, "interval": 4, "seed": 7}, operations)
+    found = fails_with(case, plant, monkeypatch)
+    assert run(case).failure is None
 
     def fails(smaller):
         failure = fails_with(smaller, plant, monkeypatch)
         return failure is not None and failure.signature == found.signature
 
-    small = shrink(case, fails, seconds=25)
+    small = shrink(case, fails, seconds=60)
     assert fails(small)
     assert len(small.operations) <= 2
-    assert len(small.options) <= min(2, len(case.options))
+    assert not set(small.options) - {"seed"}
     prelude = inspect.getsource(plants.on_append) + inspect.getsource(plant) + f"{plant.__name__}(setattr)"
     script = tmp_path / "alone.py"
     script.write_text(write(small, found.message, prelude))
@@ -129,9 +139,8 @@ def test_cases_are_drawn_alike_again_and_survive_being_written_down(tmp_path):
 
 def test_shrinking_keeps_what_matters():
     """Fails only with two certain operations, one number of at least 7, and one option."""
-    case = Case(
-        "life", {"layers": 3, "batch": 2, "seed": 900}, (("feed", {"n": 80}), *[("stats", {})] * 5, ("crop", {}))
-    )
+    operations = (("feed", {"n": 80}), *[("copy", {})] * 5, ("crop", {}))
+    case = Case("life", {"layers": 3, "batch": 2, "seed": 900}, operations)
 
     def fails(smaller):
         names = [name for name, _ in smaller.operations]
