@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test thorough sanitize slow compat peers test-vllm serve-bench fidelity bench tables lint format doctest clean
+.PHONY: help demo test thorough fuzz sweep sanitize slow compat peers test-vllm serve-bench fidelity bench tables lint format \
+	doctest clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -105,6 +106,10 @@ sanitize: $(VENV)/.test ## The compiled library under the address and undefined-
 
 thorough: $(VENV)/.test ## All laws with many more examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest tests/laws/test_laws.py tests/partition/test_theorem.py -n 2 $(PYTEST_ARGS)
+
+FUZZ_SECONDS ?= 3600
+fuzz: $(VENV)/.test ## Random lives of caches against a plain cache for FUZZ_SECONDS (an hour); FUZZ_ARGS adds arguments, such as --seed 1
+	$(BIN)/python -m tools.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 
 NEED_VLLM := backend cpu manager metrics worker
 doctest: $(VENV)/.test ## The examples in the docstrings
