@@ -1,6 +1,6 @@
 """Run through all model families, and print or write what became of each: the page docs/families.md.
 
-    python tests/integrations/sweep.py [family ...] [--write docs/families.md]
+python tests/integrations/sweep.py [family ...] [--write docs/families.md]
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ def main() -> int:
             for name, outcome in zip(COMPRESSORS, told, strict=True):
                 failures += not outcome.fine
                 if options.only or not outcome.fine:
-                    where = f"{family.name} ({family.how}), {attention}, {'enable' if enabled else 'cache alone'}, {name}"
-                    print(f"{where}: {outcome.kind}, {outcome.distance:.1e} {outcome.stage} {outcome.reason}", flush=True)
+                    where = (
+                        f"{family.name} ({family.how}), {attention}, {'enable' if enabled else 'cache alone'}, {name}"
+                    )
+                    print(
+                        f"{where}: {outcome.kind}, {outcome.distance:.1e} {outcome.stage} {outcome.reason}", flush=True
+                    )
     print(f"{len(wanted)} families in {time.monotonic() - begun:.0f} s, {failures} failures")
     if options.write:
         options.write.write_text(page(outcomes, transformers.__version__))

@@ -1,7 +1,7 @@
-"""Tiny random models of any family that transformers knows, built from what its configuration class accepts.
+"""Configurations of tiny models of any family that transformers knows.
 
-A configuration is filled from ``sweep_sizes.SIZES`` with the names that its class knows, nested configurations included;
-``sweep_families`` holds what single families need besides.
+A configuration is filled from ``sweep_sizes.SIZES`` with the names that its class knows, nested configurations
+included; ``sweep_decoders`` and ``sweep_pairs`` hold what single families need besides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from sweep_sizes import SIZES
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-BASE_NAMES = frozenset(inspect.signature(PreTrainedConfig.__init__).parameters)
+DROP = ...
+"""Stands for an option that a family must not be given."""
 
 
 def names_of(config_class: type) -> set[str]:
@@ -22,54 +23,33 @@ def names_of(config_class: type) -> set[str]:
     for cls in config_class.__mro__:
         if cls is PreTrainedConfig:
             break
-        names |= set(cls.__dict__.get("__annotations__", ()))
-        if "__init__" in cls.__dict__:
+        names |= set(inspect.get_annotations(cls))
+        if "__init__" in vars(cls):
             names |= set(inspect.signature(cls.__init__).parameters)
     return names - {"self", "args", "kwargs"}
 
 
-def tiny_options(config_class: type, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Sizes for what the class knows, then ``overrides``; a value ``DROP`` takes a name out again."""
+def tiny_options(config_class: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Sizes for what the class knows, then ``overrides``, which may nest."""
     known = names_of(config_class)
     # An option and its alias would overwrite one another.
     aliases = {alias for alias, name in config_class.attribute_map.items() if name in known}
-    options = {name: value for name, value in SIZES.items() if name in known and name not in aliases}
-    if "layer_types" in options and "sliding_window" not in known:
-        del options["layer_types"]
+    options = {name: value for name, value in SIZES.items() if name in known - aliases}
+    if "sliding_window" not in known:
+        options.pop("layer_types", None)
+    overrides = dict(overrides)
     for name, nested in config_class.sub_configs.items():
         given = overrides.get(name, {})
-        if not isinstance(nested, type) or given is None:
-            continue
-        if isinstance(given, dict):
+        if isinstance(given, dict) and isinstance(nested, type):
             kind = given.get("model_type") or getattr(nested, "model_type", None)
-            cls = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else nested
-            if not hasattr(cls, "sub_configs"):
-                continue
-            options[name] = {**tiny_options(cls, {k: v for k, v in given.items() if k != "model_type"})}
-            if kind:
-                options[name]["model_type"] = kind
-    for name, value in overrides.items():
-        if name in config_class.sub_configs and isinstance(value, dict):
-            continue
-        if value is DROP:
-            options.pop(name, None)
-        else:
-            options[name] = value
-    return options
-
-
-class Drop:
-    """Marks an option that a family must not be given."""
-
-    def __repr__(self) -> str:
-        return "DROP"
-
-
-DROP = Drop()
+            nested = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else nested  # noqa: SIM401 (it has no get)
+            if hasattr(nested, "sub_configs"):  # not AutoConfig, which stands for any
+                overrides[name] = tiny_options(nested, given) | ({"model_type": kind} if kind else {})
+    return {name: value for name, value in (options | overrides).items() if value is not DROP}
 
 
 def tiny_config(model_type: str, overrides: dict[str, Any]) -> Any:
-    """The configuration of a tiny model of this type."""
+    """The configuration of a tiny model of this type; ``overrides["of"]`` names the type of its decoder's alone."""
     overrides = dict(overrides)
     cls = CONFIG_MAPPING[overrides.pop("of", model_type)]
     return cls(**tiny_options(cls, overrides))

@@ -1,4 +1,4 @@
-"""Which families the sweep runs through, and what single decoders need beside the common sizes: configurations as data."""
+"""What single decoders of the sweep need beside the common sizes, and other settings of some: as data."""
 
 from __future__ import annotations
 
@@ -19,14 +19,42 @@ TINY_VISION = {
     "patch_size": 16, "num_channels": 3,
 }  # fmt: skip
 
-BYTES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2,
-         "num_hidden_layers": 2, "vocab_size": 260}
-DOTS3_TEXT = {**LATENT, "num_hidden_layers": 2, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16,
-              "swa_kv_lora_rank": 16, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
-              "swa_qk_rope_head_dim": 16, "shared_experts_intermediate_size": 32}
-QWEN4_TEXT = {**LINEAR_HEADS, "layer_types": LINEAR_FIRST, "indexer_n_heads": 2, "indexer_kv_heads": 1,
-              "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4, "hc_count": 2,
-              "hc_lowrank": 8, "ngram_vocab_size_base": 100, "split_ngram_parts": 1, "heads_per_ngram": 2}
+BYTES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 260,
+    "sliding_window": None,
+}
+DOTS3_TEXT = {
+    **LATENT,
+    "num_hidden_layers": 2,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 32,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+    "swa_qk_rope_head_dim": 16,
+    "shared_experts_intermediate_size": 32,
+}
+QWEN4_TEXT = {
+    **LINEAR_HEADS,
+    "layer_types": LINEAR_FIRST,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "ngram_vocab_size_base": 100,
+    "split_ngram_parts": 1,
+    "heads_per_ngram": 2,
+}
 
 DECODERS: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
@@ -35,8 +63,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "blt": {
         "encoder_config": {**BYTES, "hidden_size_global": 64}, "decoder_config": {**BYTES, "hidden_size_global": 64},
-        "global_config": {**BYTES, "hidden_size": 64}, "patcher_config": BYTES, "vocab_size": 260, "patch_in_forward": False,
-        "patching_mode": "static", "max_patch_length": 4,
+        "global_config": {**BYTES, "hidden_size": 64}, "patcher_config": BYTES, "vocab_size": 260,
+        "patch_in_forward": False, "patching_mode": "static", "max_patch_length": 4,
         "encoder_hash_byte_group_vocab": 50, "encoder_hash_byte_group_size": [2, 3], "cross_attn_k": 2,
     },
     "codegen": {"rotary_dim": 8},
@@ -59,7 +87,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "dory": {"n_input_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3,
              "layer_types": ["full_attention", "full_attention", "full_attention"]},
     "dots3_note": {
-        "text_config": DOTS3_TEXT, "vision_config": {**TINY_VISION, "adapter_in_dim": 32, "adapter_out_dim": 64, "pyramid_num_routed": [0]},
+        "text_config": DOTS3_TEXT,
+        "vision_config": {**TINY_VISION, "adapter_in_dim": 32, "adapter_out_dim": 64, "pyramid_num_routed": [0]},
         "audio_config": {"adapter_out_dim": 64, "adapter_input_size": 64, "num_key_value_heads": 4},
     },
     "dots3_note_text": DOTS3_TEXT,
@@ -95,6 +124,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "minimax": {"layer_types": LINEAR_FIRST},
     "ministral3": NO_WINDOW,
     "mistral": NO_WINDOW,
+    "mllama": {"text_config": {"cross_attention_layers": []}},
     "mixtral": NO_WINDOW,
     "phi3": NO_WINDOW,
     "phimoe": NO_WINDOW,
@@ -113,14 +143,15 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": QWEN4_TEXT},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 32, "lru_width": 64},
     "reformer": {"axial_pos_embds": False, "feed_forward_size": 96, "attention_head_size": 16,
-                 "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16, "attn_layers": ["local", "lsh"], "hash_seed": 1},
+                 "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16, "attn_layers": ["local", "lsh"],
+                 "hash_seed": 1},
     "roc_bert": {"pronunciation_vocab_size": 50, "shape_vocab_size": 50, "pronunciation_embed_dim": 16,
                  "shape_embed_dim": 16},
     "sarvam_mla": LATENT,
     "xmod": {"default_language": "en_XX"},
     "youtu": LATENT,
-    "zamba": {"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3, "mamba_dt_rank": 8, "n_mamba_heads": 2,
-              "attention_head_dim": 32, "attention_hidden_size": 128, "num_key_value_heads": 4},
+    "zamba": {"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3, "mamba_dt_rank": 8,
+              "n_mamba_heads": 2, "attention_head_dim": 32, "attention_hidden_size": 128, "num_key_value_heads": 4},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 16,
                "num_mem_blocks": 1, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1, "layer_types": DROP, "router_hidden_size": 32},
@@ -138,7 +169,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "vision_config": {**TINY_VISION, "crop_size": 32, "image_size": 32},
         "audio_config": {"hidden_size": 32, "num_blocks": 1, "num_attention_heads": 2, "intermediate_size": 32,
                          "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32}},
-    "gemma3n": {"text_config": DROP},
+
 }  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -153,8 +184,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral/windows": {},
     "mllama/cross attention": {"text_config": {"cross_attention_layers": [1], "num_hidden_layers": 3}},
     "qwen2/windows": {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
-    "gemma4_text/shared keys": {"num_kv_shared_layers": 1, "num_hidden_layers": 3,
-                                "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "gemma4_text/shared keys": {
+        "num_kv_shared_layers": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
     "minimax_m3_vl_text/sparse": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen3_next/attention only": {**LINEAR_HEADS, "layer_types": FULL},
 }

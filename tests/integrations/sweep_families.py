@@ -1,4 +1,4 @@
-"""The families of the sweep: every causal model type of the installed transformers, variants, encoder-decoder pairs."""
+"""The families of the sweep: every causal model type of transformers, variants, encoder-decoder pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEQUENCES = {
 
 
 LOUDER = 8.0
-"""How many times larger all matrices are than a fresh model's, so that merging shows in the logits (``Outcome.heard``)."""
+"""How many times larger all matrices are than a fresh model's, so that merging shows in the logits."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""What a compressed cache has to amount to, for any model: every token's own column, holding its centroid's key and value.
+"""What a compressed cache has to amount to, for any model: every token's own column, holding its centroid.
 
-``exp(q.k + ln N) = N exp(q.k)``: a slot of degree N must weigh as much as N tokens that share its key and value. Here they do:
-a stock cache keeps a column per token, and the plain model reads it with whatever it adds to its logits by column (causal
-masks, windows, relative positions). Nothing is assumed of the model, and nothing of ours is used but the clustering itself.
+``exp(q.k + ln N) = N exp(q.k)``: a slot of degree N must weigh as much as N tokens that share its key and value. Here
+they do: a stock cache keeps a column per token, and the plain model reads it with whatever it adds to its logits by
+column (causal masks, windows, relative positions). Nothing is assumed of the model, and nothing of ours is used but the
+clustering itself.
 """
 
 from __future__ import annotations

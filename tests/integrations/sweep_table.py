@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,21 @@ PARTS = (
 SHORT = {"not there": "-", "not run": "not run here"}
 
 
+NAMES = (
+    (r"\b(layer|last|first|layers|has) \d+\b", r"\1 N"),
+    (r"\blayers \[[\d, ]+\]", "layers [...]"),
+    (r"\b([a-z_]+)=\d+", r"\1=N"),
+    (r"\b(this|the) '[^']+' model", r"\1 '...' model"),
+    (r"\b[A-Z]\w*Attention\w*(, [A-Z]\w*Attention\w*)*", "...Attention"),
+    (r"(?<=: )Attention(?= of this)", "...Attention"),
+    (r"\b[A-Z]\w*(ForCausalLM|ForConditionalGeneration|LMHead\w*|ForSpeechToText)\b", "...Model"),
+)
+"""What one model's reason says besides, and what stands for it."""
+
+
+EARLY = ("", "in enable", "at the first forward pass")
+
+
 @dataclass
 class Reasons:
     """Reasons in the order in which they came up; what differs only in names and numbers is one of them."""
@@ -28,7 +44,8 @@ class Reasons:
     known: list[str] = field(default_factory=list)
 
     def number(self, outcome: Outcome) -> int:
-        text = general(outcome.reason) + (f" ({outcome.stage})" if outcome.stage else "")
+        late = outcome.stage not in EARLY
+        text = general(outcome.reason) + (f" ({outcome.stage})" if late else "")
         if text not in self.known:
             self.known.append(text)
         return 1 + self.known.index(text)
@@ -36,11 +53,10 @@ class Reasons:
 
 def general(reason: str) -> str:
     """A reason without the names and numbers of one model, and on one line."""
-    reason = re.sub(r"\s+", " ", reason)
-    reason = re.sub(r"(layer|last|first|layers) \d+\b", r"\1 N", reason)
-    reason = re.sub(r"(this|the) '[^']+' model", r"\1 '...' model", reason)
-    reason = re.sub(r"\b(kv_lora_rank|[a-z_]+)=\d+", r"\1=N", reason)
-    return re.sub(r"\b[A-Z]\w*(Attention|SelfAttention)\b", "...Attention", reason)
+    reason = re.sub(r"\s+", " ", reason).strip()
+    for pattern, short in NAMES:
+        reason = re.sub(pattern, short, reason)
+    return reason
 
 
 def spelled(outcomes: list[Outcome], reasons: Reasons) -> str:
@@ -67,7 +83,7 @@ def page(outcomes: dict[tuple[Family, str, bool], list[Outcome]], release: str) 
                 cells = [spelled(outcomes[family, *place], reasons) for place in CELLS]
                 lines.append(f"| `{family.name}` | {' | '.join(cells)} |")
     lines += ["", "## Reasons", "", "Names and numbers of single models are left out.", ""]
-    lines += [f"{number}. {text.replace('|', '&#124;')}" for number, text in enumerate(reasons.known, 1)]
+    lines += [f"{number}. {html.escape(text, quote=False)}" for number, text in enumerate(reasons.known, 1)]
     return "\n".join(lines) + "\n"
 
 
@@ -84,34 +100,39 @@ def rows_of(text: str) -> dict[Family, list[str]]:
 
 def reasons_of(text: str) -> dict[int, str]:
     """The numbered reasons of a page."""
-    return {int(found[1]): found[2] for found in re.finditer(r"^(\d+)\. (.*)$", text, re.M)}
+    return {int(found[1]): html.unescape(found[2]) for found in re.finditer(r"^(\d+)\. (.*)$", text, re.M)}
 
 
 INTRODUCTION = """\
 # Model families
 
-What becomes of every causal model type of transformers when it is given a CentroidCache. Measured with transformers {release} by
+What becomes of every causal model type of transformers when it is given a CentroidCache. Measured with transformers
+{release} by
 
 ```
 {command}
 ```
 
-which builds one tiny random model of each (two layers, or as many as its pattern of layers needs), compresses a prompt of 90
-tokens to 40 %, and reads three single tokens and then four at once. The right answer does not come from this package: in a
-stock cache every token keeps its own place and holds the key and value of the centroid that it joined, and the plain model
-reads that, with whatever it adds to its attention by place (causal masks, windows, relative positions). N tokens with one key weigh as
-much as one slot of degree N, so the logits must be equal.
+It builds one tiny random model of each (two layers, or as many as its pattern of layers needs), compresses a prompt of
+90 tokens to 40 %, and reads three single tokens, then four at once. What is right does not come from this package: a
+stock cache in which every token keeps its own place, and holds the key and value of the centroid that it joined, is
+read by the plain model with whatever that adds to its attention by place (causal masks, windows, relative positions).
+N tokens with one key weigh as much as one slot of degree N, so the logits must be equal.
 
-- **right**: they are, to half the digits of float32 (3.5e-4 of the largest logit; rounding alone made 1.5e-6 at most), the
-  logits of the prompt are bit-equal to the plain model's, and the clustering is heard (at least 1e-2).
-- **left alone**: nothing was compressed, and all logits are bit-equal to the plain model's: all layers are sliding windows, which
-  bound their own caches, or the model keeps its text in a form of its own and never asks the cache.
-- **refused [n]**: with the reason below, before the first token that could be wrong.
-- **-**: transformers has no such attention for the family. **not run here**: its model cannot be made in this environment.
+- **right**: they are, to half the digits of float32 (3.5e-4 of the largest logit; rounding made 2.3e-6 at most), the
+  prompt's logits are bit-equal to the plain model's, and merging is heard (it moves the logits by at least 1e-2).
+- **left alone**: nothing was compressed, and all logits are bit-equal to the plain model's. All layers are sliding
+  windows, which bound their own caches, or the model keeps its text in a form of its own and never asks the cache.
+- **refused [n]**: with reason n of the list at the end, in `enable` or at the first forward pass (or later, where the
+  list says when), and always before the first token that could be wrong.
+- **-**: transformers has no such attention for the family.
+- **not run here [n]**: its model cannot be made in this environment.
 
-Nothing else occurs. Every cell stands for two compressors, one in which KV heads cluster for themselves ("per head") and one in
-which all heads of a layer merge the same tokens ("pooled"); they are named where they differ. What a slash follows is a setting
-of the same family that attends in another way. Encoder-decoder models read encoder states that are given to them. Models for
-pictures and sound that wrap a decoder are as that decoder is; those that are causal model types themselves read text here.
-A row says what a family does with the settings of its tiny model; a checkpoint with other settings may be refused where its
-family is right (sliding windows, shared keys, latent attention: always by name)."""
+Nothing else occurs. Every cell stands for two compressors: KV heads that cluster for themselves ("per head"), and heads
+of a layer that all merge the same tokens ("pooled"). They are named where they differ. What follows a slash is another
+setting of the same family. Encoder-decoder models read encoder states that are given to them. Models for pictures and
+sound that wrap a decoder are as that decoder is; those that are causal model types themselves read text here. A row is
+true of the settings of its tiny model. A checkpoint with other settings (sliding windows, shared keys, latent
+attention) may be refused where its family is right, and always by name.
+
+`make sweep` runs all of it again and compares; `make test` does so for some families of every kind."""
