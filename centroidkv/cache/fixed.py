@@ -206,7 +206,9 @@ class FixedState(GrowingState):
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """As in a GrowingState, any number of tokens; not inside a compiled graph."""
         self.settle()
-        seen = super().append(keys, values, real, queries, degrees)
+        # Buffers hold no padding, so their slots are not the mask's columns even before anything was merged.
+        packed = self._kept is not None and self._kept.slots != self._logical
+        seen = super().append(keys, values, real, queries, degrees or packed)
         self._store()
         return seen
 

@@ -134,6 +134,7 @@ class GrowingState:
                 "this compressor weighs slots by the model's queries: append(keys, values, real, queries=...), or "
                 f"choose one that needs none, such as presets.distinctive: {self.compressor!r}"
             )
+        self._check_fit(keys, values)
         longer = self._grow(keys, values, real)
         grown = longer.state()
         length = keys.shape[2]
@@ -206,17 +207,20 @@ class GrowingState:
         start = 0 if self._kept is None else self._kept.like.seen[:, None, None]
         positions = (new.positions + start).int()
         new = new.map_slots(lambda x: positions if x is new.positions else x)
-        if self._kept is None:
-            return self._begin(new)
+        return self._begin(new) if self._kept is None else self._kept.extend(new)
+
+    def _check_fit(self, keys: Tensor, values: Tensor) -> None:
+        """Refuse tokens that are not of the batch, the heads and the types held; before anything is computed."""
+        if self._kept is None or keys.ndim != 4 or values.ndim != 4:
+            return  # the first tokens say what is held; other shapes are KVState's to refuse
         old = self._kept.like
-        if old.batch != new.batch or old.heads != new.heads:
+        if old.batch != keys.shape[0] or old.heads != keys.shape[1]:
             raise CacheError(
-                f"the cache holds {old.batch} rows of {old.heads} KV heads, the new tokens have {new.batch} rows of "
-                f"{new.heads}; one cache serves one batch: reset() it, or make another"
+                f"the cache holds {old.batch} rows of {old.heads} KV heads, the new tokens have {keys.shape[0]} rows "
+                f"of {keys.shape[1]}; one cache serves one batch: reset() it, or make another"
             )
         if old.keys.dtype != keys.dtype:
             raise DtypeError(f"the cache holds {old.keys.dtype}, the new tokens are {keys.dtype}; cast one of them")
-        return self._kept.extend(new)
 
     def fetch(self) -> None:
         """Start to bring near what the next :meth:`append` attends to, where a storage keeps it elsewhere."""
@@ -254,7 +258,7 @@ class GrowingState:
         """Raise what :meth:`crop` would raise, and change nothing."""
         if tokens == 0 or self._kept is None:
             return
-        removable = min((clock.since if clock.events else self.logical) for clock in self._clocks)
+        removable = min((clock.columns if clock.events else self.logical) for clock in self._clocks)
         if tokens > removable:
             raise CacheError(
                 f"asked to take back {tokens} tokens, but only the last {removable} were not yet clustered; merged "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from centroidkv.state import KVState
@@ -65,6 +66,7 @@ def _tensors(state: KVState) -> dict[str, Tensor]:
 
 
 def _roomy(x: Tensor, slots: int) -> Tensor:
-    buffer = x.new_empty(*x.shape[:2], slots, *x.shape[3:])
+    with torch.inference_mode(False):  # a buffer made in inference mode could not be written to outside of it
+        buffer = x.new_empty(*x.shape[:2], slots, *x.shape[3:])
     buffer[:, :, : x.shape[2]] = x
     return buffer

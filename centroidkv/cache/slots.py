@@ -32,6 +32,7 @@ class Slots:
     tokens: Tensor
 
     @classmethod
+    @torch.inference_mode(False)  # buffers made in inference mode could not be written to outside of it
     def for_state(cls, state: KVState, capacity: int) -> Slots:
         """Empty buffers for states like ``state``."""
 

@@ -251,7 +251,8 @@ def test_a_second_turn_with_full_history_goes_on(llama, prompt):
         cache = CentroidCache(compressor(0.5), interval=32)
         first = model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=False)
         longer = torch.cat((first, prompt(20)), -1)
-        second = model.generate(longer, past_key_values=cache, max_new_tokens=30, do_sample=False)
+        mask = torch.ones_like(longer)  # generate would take generated pad tokens for padding
+        second = model.generate(longer, attention_mask=mask, past_key_values=cache, max_new_tokens=30, do_sample=False)
     assert second.shape[1] == 200 + 30 + 20 + 30
     assert cache.stats().logical == second.shape[1] - 1
 

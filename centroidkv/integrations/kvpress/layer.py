@@ -10,8 +10,9 @@ from transformers.cache_utils import DynamicLayer
 
 from centroidkv.errors import BackendError, CacheError
 from centroidkv.integrations.kvpress.loan import Loan
-from centroidkv.integrations.transformers.attention import DegreeTag, takes_tags
+from centroidkv.integrations.transformers.attention import takes_tags
 from centroidkv.integrations.transformers.caller import find_caller
+from centroidkv.integrations.transformers.handover import Handover
 from centroidkv.state import KVState
 
 
@@ -30,7 +31,7 @@ class PressedLayer(DynamicLayer):
     def __init__(self, state: KVState, loan: Loan | None) -> None:
         super().__init__()
         self.degree, self._loan = state.degree, loan
-        self._tag: DegreeTag | None = None
+        self._handed: Handover | None = None
         self.lazy_initialization(state.keys, state.values)
         self.keys, self.values = state.keys, state.values
 
@@ -73,8 +74,9 @@ class PressedLayer(DynamicLayer):
         self.keys = torch.cat((self.keys, key_states), 2)
         self.values = torch.cat((self.values, value_states), 2)
         own = self.keys.new_ones(*self.keys.shape[:2], self.keys.shape[2] - self.degree.shape[2], dtype=torch.float32)
-        self._tag = DegreeTag(torch.cat((self.degree.to(own.device), own), 2))
-        return self._tag.attach(self.keys), self.values
+        keys, values = self.keys, self.values
+        self._handed = Handover(keys, values, torch.cat((self.degree.to(own.device), own), 2))
+        return self._handed.attach(), values
 
     def _check_attention(self) -> None:
         caller = find_caller()
@@ -90,7 +92,7 @@ class PressedLayer(DynamicLayer):
                 "another press (AdaKV, DMS, KVzap, KVzip, ...) masks single keys of this layer, whose indices mean "
                 "nothing once the keys are merged; use CentroidPress without it"
             )
-        if self._tag is not None and not self._tag.received:
+        if self._handed is not None and not self._handed.received:
             raise BackendError(
                 "the previous step attended without the degrees it was handed: the keys were changed between the "
                 "cache and the attention function. This model is not supported; please report it"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from centroidkv.integrations.transformers.attention import Enabled, enable, takes_tags
+from centroidkv.integrations.transformers.attention import takes_tags
 from centroidkv.integrations.transformers.release import text_config
+from centroidkv.integrations.transformers.switch import Enabled, enable
 
 _LOANS: weakref.WeakKeyDictionary[Any, weakref.ref[Loan]] = weakref.WeakKeyDictionary()
 """The loan of every model that is lent now. Kept here and not on the model, because a model is saved and copied, and

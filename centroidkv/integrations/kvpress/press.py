@@ -22,7 +22,7 @@ from centroidkv.errors import BackendError, BudgetError, CacheError, StageError
 from centroidkv.integrations.kvpress.layer import PressedLayer
 from centroidkv.integrations.kvpress.loan import Loan
 from centroidkv.integrations.transformers.attention import takes_tags
-from centroidkv.integrations.transformers.caller import real_tokens
+from centroidkv.integrations.transformers.masks import real_columns
 from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.queries import QUERIES, evenly, sample_queries
 from centroidkv.records import Budget
@@ -210,7 +210,7 @@ class CentroidPress(BasePress):
                 "another press (AdaKV, DMS, KVzap, KVzip, ...) masks single keys of this layer, whose indices mean "
                 "nothing once the keys are merged; use CentroidPress without it"
             )
-        if real_tokens(kwargs.get("attention_mask"), layer.keys.shape[0], seen) is not None:
+        if real_columns(kwargs.get("attention_mask"), layer.keys.shape[0], seen) is not None:
             raise CacheError(
                 "the batch is padded, and kvpress's caches have no place for the mask once slots are not tokens; "
                 "press one sequence at a time, or use CentroidCache, which takes padded batches"

@@ -7,7 +7,6 @@ except ImportError as error:  # pragma: no cover - depends on the environment
         "centroidkv.integrations.transformers needs transformers: pip install 'centroidkv[transformers]'"
     ) from error
 
-from centroidkv.integrations.transformers.attention import Enabled, enable
 from centroidkv.integrations.transformers.cache import CentroidCache
 from centroidkv.integrations.transformers.models import (
     load_gemma3_270m,
@@ -15,6 +14,7 @@ from centroidkv.integrations.transformers.models import (
     load_pretrained,
     load_smollm2,
 )
+from centroidkv.integrations.transformers.switch import Enabled, enable
 
 __all__ = [
     "CentroidCache",

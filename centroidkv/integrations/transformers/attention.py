@@ -5,20 +5,18 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from centroidkv.attention import degree_attention
 from centroidkv.attention.channels import with_degree_channels
 from centroidkv.errors import BackendError
-from centroidkv.integrations.transformers.layout import lay_out
-from centroidkv.integrations.transformers.release import STOCK_BIAS_BACKENDS, STOCK_TAKES_BIAS, text_config
+from centroidkv.integrations.transformers.handover import Handover, check_own_bias, received_from
+from centroidkv.integrations.transformers.masks import as_additive
 
 PREFIX = "centroidkv_"
 WRAPPED = ("sdpa", "eager")
@@ -26,24 +24,9 @@ WRAPPED = ("sdpa", "eager")
 
 LARGEST_FLASH_HEAD = 256
 
-_TAG = "_centroidkv_degree"
-
 FIXED_DEGREE = "centroidkv_degree"
 """Keyword argument that carries the degrees ``[B, H, C]`` of a fixed-capacity cache. A tag on the keys would be lost in
 compiled graphs, where an attribute of a tensor is not part of it."""
-
-
-class DegreeTag:
-    """Degrees that travel on a key tensor from the cache to our attention function, which signs for them."""
-
-    def __init__(self, degree: Tensor) -> None:
-        self.degree = degree
-        self.received = False
-
-    def attach(self, keys: Tensor) -> Tensor:
-        """``keys`` with this tag; the same storage."""
-        setattr(keys, _TAG, self)
-        return keys
 
 
 def log_degree_bias(degree: Tensor, groups: int, new: int) -> Tensor:
@@ -53,7 +36,7 @@ def log_degree_bias(degree: Tensor, groups: int, new: int) -> Tensor:
     return bias.repeat_interleave(groups, dim=1)[:, :, None, :]
 
 
-def _wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The stock function ``name``, given ln N together with its mask."""
 
     def forward(
@@ -67,37 +50,62 @@ def _wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     ) -> tuple[Tensor, Tensor | None]:
         stock = functools.partial(_stock(name, module), dropout=dropout)
         if (fixed := kwargs.pop(FIXED_DEGREE, None)) is not None:
+            check_own_bias(type(module).__name__, kwargs)
             # One new token, at any slot: every slot answers to its degree alone, and the mask's columns mean nothing.
             if name == "sdpa" and not dropout and kwargs.get("softcap") is None:
                 out = degree_attention(query, key, value, fixed, scale=kwargs.get("scaling"))
                 return out.transpose(1, 2).contiguous(), None
             bias = fixed.log().to(query.dtype).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             return stock(module, query, key, value, bias[:, :, None, :], **kwargs)
-        tag: DegreeTag | None = getattr(key, _TAG, None)
-        if tag is None:
+        handed = received_from(key, kwargs)
+        if handed is None:
             return stock(module, query, key, value, attention_mask, **kwargs)
-        tag.received = True
-        groups, new = query.shape[1] // key.shape[1], query.shape[2]
-        plain = attention_mask is None and not dropout and kwargs.get("softcap") is None
-        if name == "sdpa" and new == 1 and plain:
-            out = degree_attention(query, key, value, tag.degree, scale=kwargs.get("scaling"))
-            return out.transpose(1, 2).contiguous(), None
-        bias = log_degree_bias(tag.degree, groups, new).expand(-1, -1, new, -1).to(query.dtype)
-        if attention_mask is None:
-            attention_mask = _causal_tail(new, key.shape[2], query.device)
-        if attention_mask.dtype == torch.bool:
-            attention_mask = torch.zeros_like(attention_mask, dtype=bias.dtype).masked_fill(
-                ~attention_mask, torch.finfo(bias.dtype).min
-            )
-        # Old slots answer to their degrees alone: the mask's old columns are tokens, which no longer have a slot each.
-        # The new tokens' columns are the last ones, also of a mask that a user made with a column per token.
-        mask = bias + torch.nn.functional.pad(attention_mask[..., -new:], (key.shape[2] - new, 0))
-        return stock(module, query, key, value, mask.contiguous(), **kwargs)
+        return _attend(name, stock, handed, module, query, key, value, attention_mask, dropout, kwargs)
 
     return forward
 
 
-def _wrap_flash(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+@torch.compiler.disable  # sizes change at every step, and the handover is no part of a graph
+def _attend(
+    name: str, stock: Callable[..., Any], handed: Handover, module: torch.nn.Module, query: Tensor, key: Tensor,
+    value: Tensor, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The stock function ``name`` on what a growing layer handed over."""
+    handed.accept(module, key, value, attention_mask, kwargs)
+    if handed.degree is None:
+        return stock(module, query, key, value, attention_mask, **kwargs)
+    degree, new, slots = handed.degree_for(key), query.shape[2], key.shape[2]
+    old, all_seen = handed.step_of(new, attention_mask).old_slots(attention_mask, slots)
+    plain = new == 1 and all_seen and old is None and not dropout and kwargs.get("softcap") is None
+    if name == "sdpa" and plain:
+        out = degree_attention(query, key, value, degree, scale=kwargs.get("scaling"))
+        return out.transpose(1, 2).contiguous(), None
+    bias = log_degree_bias(degree, query.shape[1] // key.shape[1], new).expand(-1, -1, new, -1).to(query.dtype)
+    if attention_mask is None:
+        attention_mask = _unmasked(name, module, new, slots, query.device, kwargs.get("is_causal"))
+    # What the mask says of the old slots is content or nothing; the new tokens' columns are the last ones in any case.
+    tail = as_additive(attention_mask[..., -new:], bias.dtype)
+    if old is None:
+        tail = torch.nn.functional.pad(tail, (slots - new, 0))
+    else:
+        tail = torch.cat((old.to(bias.dtype).clamp(min=torch.finfo(bias.dtype).min), tail), -1)
+    return stock(module, query, key, value, (bias + tail).contiguous(), **kwargs)
+
+
+def _unmasked(
+    name: str, module: torch.nn.Module, new: int, slots: int, device: torch.device, is_causal: bool | None
+) -> Tensor:
+    """The mask ``[1, 1, new, slots]`` that the stock function ``name`` stands in for where it is given none.
+
+    "sdpa" is causal as far as the call or the module says so, "eager" lets every query see everything.
+    """
+    seen = torch.ones(new, slots, dtype=torch.bool, device=device)
+    if name == "sdpa" and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        seen = seen.tril(slots - new)
+    return seen[None, None]
+
+
+def wrap_flash(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The registered function ``name``, which takes no bias, given ln N as two more channels of the keys.
 
     Degrees mark empty slots and the new tokens' padding as well, so the 2-D padding mask, whose columns are tokens, is
@@ -115,12 +123,16 @@ def _wrap_flash(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         stock = functools.partial(_stock(name, module), dropout=dropout)
-        tag: DegreeTag | None = getattr(key, _TAG, None)
-        if tag is None:
+        handed = received_from(key, kwargs)
+        if handed is None:
             return stock(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        tag.received = True
+        handed.accept(module, key, value, attention_mask, kwargs)
+        if handed.degree is None:
+            return stock(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        mask = _as_four_axes(attention_mask)
+        handed.step_of(query.shape[2], mask).old_slots(mask, key.shape[2], bool_per_slot=False)  # refuses, adds nothing
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        wide_query, wide_key = with_degree_channels(query, key, tag.degree, scaling, multiple=8)
+        wide_query, wide_key = with_degree_channels(query, key, handed.degree_for(key), scaling, multiple=8)
         # These kernels want one size for queries, keys and values.
         wide_value = torch.nn.functional.pad(value, (0, wide_key.shape[-1] - value.shape[-1]))
         out, weights = stock(module, wide_query, wide_key, wide_value, None, scaling=scaling, **kwargs)
@@ -129,12 +141,12 @@ def _wrap_flash(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return forward
 
 
-def _is_flash(name: Any) -> bool:
+def is_flash(name: Any) -> bool:
     """Whether this is a kernel of the flash-attention kind: it takes a 2-D padding mask and no bias."""
     return name in ALL_MASK_ATTENTION_FUNCTIONS and ALL_MASK_ATTENTION_FUNCTIONS[name] is flash_attention_mask
 
 
-def _check_flash(name: str, config: Any) -> None:
+def check_flash(name: str, config: Any) -> None:
     """Refuse what two more key channels cannot do."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size + 2 > LARGEST_FLASH_HEAD:
@@ -149,9 +161,9 @@ def _check_flash(name: str, config: Any) -> None:
         )
 
 
-def _causal_tail(new: int, slots: int, device: torch.device) -> Tensor:
-    """[1, 1, new, slots] bool: the last ``new`` slots are the queries' own, hidden from earlier queries."""
-    return torch.ones(new, slots, dtype=torch.bool, device=device).tril(slots - new)[None, None]
+def _as_four_axes(mask: Tensor | None) -> Tensor | None:
+    """Flash attention's padding mask ``[B, S]``, 1 for tokens, as a bool mask ``[B, 1, 1, S]``."""
+    return None if mask is None else (mask != 0)[:, None, None]
 
 
 def _stock(name: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -171,63 +183,3 @@ def _stock(name: str, module: torch.nn.Module) -> Callable[..., Any]:
 def takes_tags(config: Any) -> bool:
     """Whether the model attends through our function."""
     return str(config._attn_implementation).startswith(PREFIX)
-
-
-class Enabled:
-    """What :func:`enable` returns: undo it with :meth:`undo`, or use it as a context manager."""
-
-    def __init__(self, model: Any, before: str | None) -> None:
-        self._model, self._before = model, before
-
-    def undo(self) -> None:
-        """Give the model back its own attention function; does nothing if it has been given another meanwhile."""
-        if self._before is not None and takes_tags(text_config(self._model.config)):
-            self._model.set_attn_implementation(self._before)
-        self._before = None
-
-    def __enter__(self) -> Enabled:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
-
-
-def enable(model: Any) -> Enabled:
-    """Let ``model`` attend to degrees, in releases and with back ends whose own attention cannot.
-
-    Switches the model, through its public ``set_attn_implementation``, to a function that calls the stock one with
-    ln N added to its mask (and :func:`~centroidkv.attention.degree_attention` for single tokens), or, for kernels of
-    the flash-attention kind, to its keys as two channels. Without a compressed cache the stock function is called as it
-    is. Harmless where it is not needed.
-
-    Args:
-        model: a transformers model that attends with "sdpa", "eager" or a flash attention ("flex_attention" is left
-            alone in releases that hand it the degrees themselves).
-
-    Returns:
-        A handle: ``handle.undo()``, or ``with enable(model): ...`` which undoes also after an exception.
-
-    Raises:
-        BackendError: the model's attention would ignore the degrees and cannot be wrapped.
-        CacheError: the model has layers that no CentroidCache serves (linear or latent attention, shared keys).
-    """
-    lay_out(model.config)
-    name = text_config(model.config)._attn_implementation
-    if str(name).startswith(PREFIX) or (name in STOCK_BIAS_BACKENDS and name not in WRAPPED and STOCK_TAKES_BIAS):
-        return Enabled(model, None)
-    flash = _is_flash(name)
-    if flash:
-        _check_flash(name, text_config(model.config))
-    elif name not in WRAPPED:
-        raise BackendError(
-            f"attention {name!r} cannot be given the degrees of a compressed cache; load the model with "
-            f"attn_implementation= one of {WRAPPED} or flash attention, or call model.set_attn_implementation('sdpa')"
-        )
-    # transformers would look for a package or a hub's kernel behind any name with "flash" or "/" in it.
-    ours = PREFIX + name.replace("flash", "channels").replace("/", "_")
-    AttentionInterface.register(ours, (_wrap_flash if flash else _wrap)(name))
-    AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    model.set_attn_implementation(ours)
-    return Enabled(model, name)

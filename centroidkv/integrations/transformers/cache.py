@@ -12,16 +12,19 @@ from transformers.cache_utils import Cache
 
 from centroidkv.allocation import depths_of
 from centroidkv.cache import CacheStats, FixedState, GrowingState, Storage
+from centroidkv.cache.columns import Columns
 from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError
 from centroidkv.integrations.transformers import checks, saving
-from centroidkv.integrations.transformers.attention import DegreeTag, log_degree_bias, takes_tags
-from centroidkv.integrations.transformers.caller import find_caller, find_queries, real_tokens
+from centroidkv.integrations.transformers.attention import log_degree_bias, takes_tags
+from centroidkv.integrations.transformers.caller import Caller, find_caller, find_queries
 from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_route, hand_over
+from centroidkv.integrations.transformers.handover import KEYWORD, Handover, Step
 from centroidkv.integrations.transformers.heads import check_heads
 from centroidkv.integrations.transformers.layer import CentroidLayer
-from centroidkv.integrations.transformers.layout import RefusesStates, lay_out, warn_of_nothing
+from centroidkv.integrations.transformers.layout import RefusesStates, UnboundLayers, lay_out, warn_of_nothing
+from centroidkv.integrations.transformers.masks import real_columns
 from centroidkv.integrations.transformers.release import query_groups, shared_kwargs, text_config, tokens_to_remove
 from centroidkv.integrations.transformers.release import query_length as tokens_asked
 from centroidkv.integrations.transformers.rope import rotary_of
@@ -74,13 +77,15 @@ class CentroidCache(RefusesStates, Cache):
 
     def reset(self) -> None:
         """Forget all tokens, and the model unless it was named by ``config``; the next forward pass may be any."""
-        self.layers: list[Any] = []
+        self.layers: list[Any] = UnboundLayers()
         self._config: Any = None
-        self._pending: DegreeTag | None = None
-        self._real: Tensor | None = None
-        self._inner_padding = self._padded = self._recording = False
+        self._pending: Handover | None = None
+        self._columns = Columns()
+        self._step = Step(0, 0, self._columns)
+        self._recording = self._regroups = False
         self._sizes: set[int] = set()
         self._clustered = self._masked = False
+        self._mask: Any = None
         if self._told is not None:
             self._bind(self._told)
 
@@ -115,10 +120,10 @@ class CentroidCache(RefusesStates, Cache):
             return self._append(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if layer is None or not layer.ready_for(key_states):
-            return torch.compiler.disable(self._append)(key_states, value_states, layer_idx, *args, **kwargs)
+            return self._append(key_states, value_states, layer_idx, *args, **kwargs)
         if not torch.compiler.is_compiling():
             layer.growing.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs
-        shared = check_route(self._config, shared_kwargs(kwargs), self._padded)
+        shared = check_route(self._config, shared_kwargs(kwargs), self._columns.padding is not None)
         keys, values, degree = layer.growing.step(key_states, value_states)
         hand_over(degree, shared, self._config, key_states.dtype)
         return keys, values
@@ -138,44 +143,83 @@ class CentroidCache(RefusesStates, Cache):
             layer.growing.begin(tokens_asked(new))
         checks.check_level({layer.growing.known_logical for layer in self.layers})
 
+    @torch.compiler.disable
     def _append(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        self._check_rows(layer_idx, key_states.shape[0])
         if self._config is None or self._leads(layer_idx):
             self._begin_step(layer_idx, batch=key_states.shape[0], new=key_states.shape[2])
         checks.check_layer(layer_idx, len(self.layers))
-        layer = self.layers[layer_idx]
+        layer, shared = self.layers[layer_idx], shared_kwargs(kwargs)
+        by_tag = takes_tags(self._config)
+        if not by_tag and self._compressed:
+            checks.check_stock(self._config, shared)  # in sliding windows as well, which may come first
         if not isinstance(layer, CentroidLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        shared = shared_kwargs(kwargs)
-        by_tag = takes_tags(self._config)
-        if not by_tag:
-            checks.check_stock(self._config, shared)
         checks.check_received(self._pending)
+        if not by_tag:
+            self._check_stock_layer(layer)
         check_heads(self.compressor, key_states.shape[1], self._config)
 
-        real = None if self._real is None else self._real.to(key_states.device)
-        self._padded |= real is not None
+        real = None if self._step.real is None else self._step.real.to(key_states.device)
         if self.capacity == "fixed":
-            check_route(self._config, shared, self._padded)
-        elif not by_tag and self._masked:
-            checks.check_lengths(self._sizes, self.compressor, self._config)
+            check_route(self._config, shared, self._columns.padding is not None)
         queries = find_queries(layer_idx) if self.compressor.needs_queries else None
         keys, values, degree = layer.growing.append(key_states, value_states, real, queries, self._clustered)
         if self.storage is not None:
             self._after(layer_idx).growing.fetch()
+        if by_tag:
+            return self._hand_over(keys, values, degree, shared)
         if degree is None:
             return keys, values
-        if by_tag:
-            self._pending = DegreeTag(degree)
-            return self._pending.attach(keys), values
-        checks.check_padding(self._inner_padding)
+        if self._regroups:
+            checks.check_one_decision(degree)
         assert shared is not None  # check_stock saw to it
         bias = log_degree_bias(degree, query_groups(self._config), new=key_states.shape[2]).to(key_states.dtype)
         bias = bias.expand(-1, -1, key_states.shape[2], -1)
         own = shared.get("position_bias")
         shared["position_bias"] = bias if own is None else bias + own
         return keys, values
+
+    def _hand_over(
+        self, keys: Tensor, values: Tensor, degree: Tensor | None, shared: dict[str, Any] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values for our attention function, which has to sign for them."""
+        self._pending = Handover(keys, values, degree, self._step, self._one_decision)
+        if shared is None:
+            return self._pending.attach(), values
+        shared[KEYWORD] = self._pending
+        return keys, values
+
+    def check_attended(self, module: str) -> None:
+        """Raise BackendError if attention module ``module``, which has just run, did not take what it was handed."""
+        pending, self._pending = self._pending, None
+        checks.check_received(pending, module)
+
+    @property
+    def _one_decision(self) -> bool:
+        """Whether merges are decided for all heads together."""
+        return getattr(self.compressor.similarity, "heads", "each") == "mean"
+
+    def _check_rows(self, layer_idx: int, rows: int) -> None:
+        if layer_idx < len(self.layers) and self.layers[layer_idx].is_initialized:
+            layer = self.layers[layer_idx]
+            like = layer.growing.like if isinstance(layer, CentroidLayer) else None
+            checks.check_rows((layer if like is None else like).keys.shape[0], rows)
+
+    def _check_stock_layer(self, layer: CentroidLayer) -> None:
+        """Refuse stock attention where it would not get, or not use, what this layer hands it."""
+        if layer.growing.like is None:
+            caller = find_caller()
+            for kind in checks.attention_classes(self._config) if caller is None else [type(caller.module)]:
+                self._regroups |= checks.check_straight(kind, self._one_decision)
+        if not self._clustered:
+            return
+        if self.capacity != "fixed" and self._masked:
+            checks.check_lengths(self._sizes, self.compressor, self._config)
+        checks.check_padding(self._columns.inner)
+        checks.check_stock_mask(self._mask, layer.growing.physical, self._step)
 
     def _leads(self, layer_idx: int) -> bool:
         """Whether this is the first compressed layer, at which a step's common facts are read."""
@@ -191,10 +235,12 @@ class CentroidCache(RefusesStates, Cache):
         caller = find_caller()
         if caller is None and (self._config is None or batch > 1):
             raise BackendError(
-                "the cache cannot see the model that uses it, and so neither its attention nor the padding mask "
-                "(compiled or wrapped forward pass?); for single sequences CentroidCache(config=model.config) will do"
+                "the cache cannot see the model that uses it, and so neither its attention nor the padding mask. "
+                "Either the forward pass is compiled or wrapped: for single sequences "
+                "CentroidCache(config=model.config) will do. Or attention modules lack layer_idx and config (Bloom, MPT, BigBird): these are not served"
             )
         if caller is not None:
+            checks.check_own_tokens(caller)
             if self._config is None:
                 self._bind(caller.module.config)
             self._config = caller.module.config  # of the model that is running now, whichever was bound
@@ -202,14 +248,19 @@ class CentroidCache(RefusesStates, Cache):
         # Before this step's tokens: the layers' lengths, whether any was clustered, whether one mask serves them all.
         self._sizes = {layer.physical for layer in self._compressed}
         self._clustered = any(layer.events for layer in self._compressed)
-        self._masked = new > 1 if caller is None else caller.attention_mask is not None
-        self._real = None if caller is None else real_tokens(caller.attention_mask, batch, new)
-        if self._real is not None and self._leads(layer_idx):
-            begun = self._compressed[0].row_started()
-            seen = self._real.long().cumsum(-1) + (
-                torch.tensor(begun, device=self._real.device)[:, None] if begun else 0
-            )
-            self._inner_padding |= bool((~self._real & (seen > 0)).any())
+        self._mask = None if caller is None else caller.attention_mask
+        self._masked = new > 1 if caller is None else self._mask is not None
+        self._read_mask(caller, batch, new)
+
+    def _read_mask(self, caller: Caller | None, batch: int, new: int) -> None:
+        """Which new columns are padding; refuses a mask that this step's attention could not obey."""
+        real = real_columns(self._mask, batch, new)
+        start = self._compressed[0].logical if self._compressed else 0
+        columns = self._columns.add(real, start)
+        self._step = Step(new, start + new, columns, real, caller is None or caller.mask_seen, self._mask)
+        if self._clustered and takes_tags(self._config) and isinstance(self._mask, Tensor) and self._mask.ndim == 4:
+            self._step.old_slots(self._mask, self._compressed[0].physical + new)
+        self._columns = columns
 
     def _check_in_step(self, layer_idx: int, new: int) -> None:
         """Refuse to go on after a forward pass that stopped half-way, also in a sliding window.
@@ -251,8 +302,33 @@ class CentroidCache(RefusesStates, Cache):
         # Sliding windows first: they may refuse, and all of them alike, while the others were just asked.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CentroidLayer)):
             layer.crop(length)
+        if self._compressed:
+            self._columns = self._columns.until(self._compressed[0].logical)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep, repeat or permute rows, as beam search does."""
+        super().reorder_cache(beam_idx)
+        self._columns = self._columns.rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, copies next to each other."""
+        super().batch_repeat_interleave(repeats)
+        if self._columns.padding is not None:
+            rows = torch.arange(self._columns.padding.shape[0])
+            self._columns = self._columns.rows(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The rows ``indices`` (numbers or a mask)."""
+        super().batch_select_indices(indices)
+        if self._columns.padding is not None:
+            self._columns = self._columns.rows(torch.arange(self._columns.padding.shape[0])[indices.cpu()])
 
     # -- reading --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether all layers hold tokens."""
+        return bool(self.layers) and all(layer.is_initialized for layer in self.layers)
 
     @property
     def is_compileable(self) -> bool:

@@ -15,19 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from centroidkv.errors import BackendError, CacheError
+from centroidkv.errors import BackendError
 
 MAX_DEPTH = 16
 """Frames between ``update`` and the attention module's forward: two in plain models, a few more under wrappers."""
 
 
+CROSS = ("key_value_states", "cross_attention_states")
+"""Arguments of an attention module that attends to something else than its own tokens."""
+
+
 @dataclass(frozen=True)
 class Caller:
-    """The attention module in whose forward ``update`` was called, and the mask it is about to apply."""
+    """The attention module in whose forward ``update`` was called, and the mask it is about to apply.
+
+    Args:
+        module: the attention module.
+        attention_mask: the mask it was given.
+        query_states: its queries.
+        mask_seen: whether it has an argument named attention_mask, so that None means that there is no mask.
+        crosses: whether it attends to another model's states (an encoder's, an image's).
+    """
 
     module: Any
     attention_mask: Any
     query_states: Any = None
+    mask_seen: bool = True
+    crosses: bool = False
 
 
 def find_caller() -> Caller | None:
@@ -39,7 +53,13 @@ def find_caller() -> Caller | None:
         local = frame.f_locals
         candidate = local.get("self")
         if isinstance(candidate, torch.nn.Module) and hasattr(candidate, "layer_idx") and hasattr(candidate, "config"):
-            return Caller(candidate, local.get("attention_mask"), local.get("query_states"))
+            return Caller(
+                candidate,
+                local.get("attention_mask"),
+                local.get("query_states"),
+                mask_seen="attention_mask" in local,
+                crosses=any(local.get(name) is not None for name in CROSS),
+            )
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
@@ -62,33 +82,3 @@ def find_queries(layer_idx: int) -> Tensor:
     queries = caller.query_states
     scale = getattr(caller.module, "scaling", None) or queries.shape[-1] ** -0.5
     return queries * scale
-
-
-def real_tokens(attention_mask: Any, batch: int, new: int) -> Tensor | None:
-    """Which of the ``new`` last columns are real tokens, ``[B, new]`` bool, or None if all are.
-
-    ``attention_mask`` is what the attention function is about to apply: nothing, a 4-D mask, bool or additive, flash
-    attention's 2-D mask, or flex attention's BlockMask. A column is padding if not even the last query sees it.
-
-    Raises:
-        CacheError: a mask of a kind that cannot be read.
-    """
-    if attention_mask is None:
-        return None
-    if isinstance(attention_mask, Tensor):
-        if attention_mask.ndim == 4:
-            visible = attention_mask[:, 0, -1, :]
-            visible = visible if visible.dtype == torch.bool else visible == 0  # additive: 0 or a large negative number
-        else:
-            visible = attention_mask != 0  # flash attention's, as users make them: 1 for tokens
-    elif hasattr(attention_mask, "mask_mod"):
-        queries, columns = attention_mask.seq_lengths
-        device = attention_mask.kv_num_blocks.device
-        row = torch.arange(batch, device=device)[:, None]
-        column = torch.arange(columns, device=device)[None]
-        zero = torch.zeros((), dtype=torch.long, device=device)
-        visible = attention_mask.mask_mod(row, zero, zero + queries - 1, column).expand(batch, columns)
-    else:
-        raise CacheError(f"cannot read padding from a mask of type {type(attention_mask).__name__}")
-    real = visible[:, -new:].expand(batch, new)
-    return None if bool(real.all()) else real

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+from torch import Tensor
 
 from centroidkv.cache import Storage
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, CacheError, StageError
-from centroidkv.integrations.transformers.attention import DegreeTag
+from centroidkv.integrations.transformers.caller import Caller
+from centroidkv.integrations.transformers.flow import REGROUPS, feeds_a_cache, why_not_straight
+from centroidkv.integrations.transformers.handover import LOST, POOLED, Handover, Step
 from centroidkv.integrations.transformers.release import STOCK_BIAS_BACKENDS, STOCK_TAKES_BIAS
 
 
@@ -59,13 +64,78 @@ def check_stock(config: Any, shared: dict[str, Any] | None) -> None:
     )
 
 
-def check_received(pending: DegreeTag | None) -> None:
-    """Refuse to go on where attention did not take the degrees that the previous layer handed over."""
+def check_received(pending: Handover | None, name: str = "the previous attention module") -> None:
+    """Refuse to go on where attention did not take what the layer handed over."""
     if pending is not None and not pending.received:
         raise BackendError(
-            "the previous layer attended without the degrees it was handed. Either the forward pass was "
-            "interrupted there: reset() the cache and process the prompt again. Or the keys were changed between "
-            "the cache and the attention function: this model is not supported, please report it"
+            f"{name} attended without the degrees it was handed. Either the forward pass was interrupted there, or the "
+            "model was given another attention meanwhile: reset() the cache and process the prompt again. Or attention "
+            "in this model does not go through transformers' AttentionInterface, which enable(model) switches: then it "
+            "is not served, please report it"
+        )
+
+
+def check_own_tokens(caller: Caller) -> None:
+    """Refuse to hold the keys of cross-attention, which stand for something else than the sequence's tokens."""
+    if caller.crosses:
+        raise CacheError(
+            f"{type(caller.module).__name__} is cross-attention: its keys belong to an encoder's or image's states, "
+            "not to the tokens of the sequence. Give a model with an encoder the pair "
+            "EncoderDecoderCache(CentroidCache(...), DynamicCache()); models that put both into one cache (Mllama) are "
+            f"not served. {LOST}"
+        )
+
+
+def check_straight(kind: Any, one_decision: bool) -> bool:
+    """Refuse stock attention in modules of class ``kind`` that do not hand on what the cache returns.
+
+    Returns:
+        Whether they regroup heads, which does no harm as long as all heads hold the same clusters.
+    """
+    reason = why_not_straight(kind)
+    if reason is None or (reason == REGROUPS and one_decision):
+        return reason is not None
+    remedy = f" or choose {POOLED}" if reason == REGROUPS else ""
+    raise BackendError(
+        f"{kind.__name__} {reason}, so degrees could meet the wrong keys and the text would be silently wrong. Call "
+        f"enable(model) from centroidkv.integrations.transformers around generate, which looks at what arrives,{remedy}"
+    )
+
+
+def check_one_decision(degree: Any) -> None:
+    """Refuse heads of unlike degrees where a model regroups heads."""
+    if not bool((degree == degree[:, :1]).all()):
+        raise BackendError(
+            f"this model regroups heads after the cache, and its heads hold different clusters; choose {POOLED}. {LOST}"
+        )
+
+
+def check_stock_mask(mask: Any, old: int, step: Step) -> None:
+    """Refuse a mask that stock attention would apply to other slots of a layer of ``old`` slots than it means."""
+    if mask is None or not (isinstance(mask, Tensor) and mask.ndim == 4):
+        return
+    slots = old + step.new
+    if mask.shape[-1] != slots:
+        raise CacheError(
+            f"the attention mask has {mask.shape[-1]} columns, this layer {slots} slots for {step.total} tokens, and "
+            "stock attention takes a mask by slot. Call enable(model) from centroidkv.integrations.transformers, which "
+            f"takes a mask with a column per token, or pass one with a column per slot. {LOST}"
+        )
+    step.old_slots(mask, slots, bool_per_slot=False)
+
+
+def attention_classes(config: Any) -> list[Any]:
+    """The attention modules of a model that cannot be seen at work, by its configuration: those that feed a cache."""
+    modelling = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+    return [kind for kind in vars(modelling).values() if feeds_a_cache(kind)] if modelling else []
+
+
+def check_rows(held: int, rows: int) -> None:
+    """Refuse another number of rows than the cache holds, before any layer changes."""
+    if held != rows:
+        raise CacheError(
+            f"the cache holds {held} rows, the new tokens have {rows}; one cache serves one batch: reset() it for the "
+            "next one, select rows with batch_select_indices(...), or make another cache"
         )
 
 

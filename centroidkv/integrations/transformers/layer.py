@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,7 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from centroidkv.cache import GrowingState
+from centroidkv.errors import CacheError
 from centroidkv.integrations.transformers.release import query_length, tokens_to_remove
+
+MODELS = ("transformers.models.", "transformers_modules.")
+"""Where models' own code lies: transformers' and what it loads from hubs."""
 
 
 class CentroidLayer(CacheLayerMixin):
@@ -30,11 +35,22 @@ class CentroidLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
+        self._check_reader()
         return None if self.growing.state is None else self.growing.state.keys
 
     @property
     def values(self) -> Tensor | None:
+        self._check_reader()
         return None if self.growing.state is None else self.growing.state.values
+
+    def _check_reader(self) -> None:
+        """Refuse a model that helps itself to what is held: its attention would see centroids without degrees."""
+        reader = str(sys._getframe(2).f_globals.get("__name__"))
+        if self.growing.events and reader.startswith(MODELS):
+            raise CacheError(
+                f"{reader} reads keys or values of the cache directly, without the degrees of clustered slots; this "
+                "model is not served"
+            )
 
     @property
     def is_initialized(self) -> bool:

@@ -45,6 +45,13 @@ def lay_out(config: Any, capacity: str = "growing") -> list[Any]:
             f"the last {shared} layers of {model} read the keys of earlier layers, not the cache, and would see them "
             f"without degrees; {SERVED}"
         )
+    if crossed := getattr(config, "cross_attention_layers", None):
+        raise CacheError(
+            f"layers {list(crossed)} of {model} are cross-attention and keep an image's keys in the same cache, not "
+            f"those of the sequence's tokens; {SERVED}"
+        )
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+        raise CacheError(f"{model} reads cached keys in its early loops without asking for their degrees; {SERVED}")
     layers: list[Any] = []
     for index, stock in enumerate(DynamicCache(config=config).layers):
         if type(stock) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -94,8 +101,38 @@ class RefusedState:
         )
 
 
+class UnboundLayers(list[Any]):
+    """The layers of a cache that has not met its model: none. Asking for one says how to name the model."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and not self:
+            raise CacheError(
+                f"layer {index} was asked for before the cache knew its model, which it learns when the first keys "
+                "arrive; name it beforehand: CentroidCache(..., config=model.config)"
+            )
+        return super().__getitem__(index)
+
+
+class RefusedPairError(CacheError, AttributeError):
+    """A model wants the pair of caches of models with an encoder. An AttributeError, so that ``hasattr`` says False."""
+
+
+class RefusedPair(RefusedState):
+    """Stands for what only the pair of caches of an encoder-decoder model has."""
+
+    def __get__(self, cache: Any, owner: type) -> Any:
+        if cache is None:
+            return self
+        raise RefusedPairError(
+            f"the model asks the cache for {self._name!r}, which only the pair of caches of models with an encoder "
+            "has; give it EncoderDecoderCache(CentroidCache(...), DynamicCache())"
+        )
+
+
 class RefusesStates:
     """What linear attention, convolutions and indexed attention ask a cache for, in one release or another."""
+
+    self_attention_cache, cross_attention_cache, is_updated = (RefusedPair() for _ in range(3))
 
     has_previous_state, conv_states, ssm_states, recurrent_states = (RefusedState() for _ in range(4))
     get_conv_state, get_recurrent_state = RefusedState(), RefusedState()

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from centroidkv.cache import Held, Storage
+from centroidkv.cache.columns import Columns
 from centroidkv.cache.storage import own
 from centroidkv.compressor import Compressor
 from centroidkv.errors import CacheError, SavedCacheError
@@ -27,7 +28,7 @@ from centroidkv.rotary import Rotary
 if TYPE_CHECKING:
     from centroidkv.integrations.transformers.cache import CentroidCache
 
-VERSION = 1
+VERSION = 2
 HEADER, CHECKSUM = "centroidkv_cache", "sha256"
 """Names of the two entries in the file's metadata."""
 
@@ -83,7 +84,7 @@ def save_cache(cache: CentroidCache, path: str | PathLike[str]) -> None:
             "storage": None if cache.storage is None else cache.storage.form,
             "model": fingerprint(cache._config),
             "rotary": rotary,
-            "inner_padding": cache._inner_padding,
+            "padding": cache._columns.to_runs(),
             "layers": layers,
         }
     )
@@ -155,7 +156,7 @@ def load_cache(
         raise SavedCacheError(f"{path} holds {len(header['layers'])} layers, this model has {len(cache.layers)}")
     for index, (layer, facts) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         _unpack_layer(layer, facts, f"layers.{index}.", tensors, torch.device(device))
-    cache._inner_padding = header["inner_padding"]
+    cache._columns = Columns.from_runs(header["padding"])
     return cache
 
 
