@@ -168,8 +168,8 @@ def test_beams_keep_sharing_and_inner_padding_stays_known(llama, prompt, tmp_pat
         cache.save(path)
     again = CentroidCache.load(path, compressor(0.5), config=model.config, storage=Quantised(8))
     alike(again, cache)
-    assert cache._inner_padding
-    assert again._inner_padding
+    assert cache._pass.columns.inner
+    assert again._pass.columns.inner
 
 
 def test_a_rotation_given_by_hand_is_in_the_file(llama, prompt, tmp_path):
@@ -226,7 +226,7 @@ def rewrite(path, change):
 def test_another_version_is_refused(saved):
     model, _, _, path = saved
     rewrite(path, lambda header: header | {"version": 99})
-    with pytest.raises(SavedCacheError, match="version 99, this release reads 1"):
+    with pytest.raises(SavedCacheError, match="version 99, this release reads 2"):
         CentroidCache.load(path, compressor(), config=model.config)
 
 

@@ -130,8 +130,11 @@ def attention_classes(config: Any) -> list[Any]:
     return [kind for kind in vars(modelling).values() if feeds_a_cache(kind)] if modelling else []
 
 
-def check_rows(held: int, rows: int) -> None:
-    """Refuse another number of rows than the cache holds, before any layer changes."""
+def check_rows(layer: Any, rows: int) -> None:
+    """Refuse another number of rows than a layer holds, before it or any other changes."""
+    if not layer.is_initialized:
+        return
+    held = (layer.growing.like if hasattr(layer, "growing") else layer).keys.shape[0]
     if held != rows:
         raise CacheError(
             f"the cache holds {held} rows, the new tokens have {rows}; one cache serves one batch: reset() it for the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,11 @@ POOLED = "one decision for all heads (similarity Cosine(heads='mean'), and prese
 LOST = "If some layers have seen this step's tokens by now, reset() the cache first"
 
 
+def weakly(thing: Any) -> Callable[[], Any]:
+    """Gives ``thing`` as long as someone else keeps it: masks of long prompts are not to outlive their pass."""
+    return (lambda: None) if thing is None else weakref.ref(thing)
+
+
 @dataclass(eq=False)
 class Step:
     """What all layers have in common in one forward pass.
@@ -38,7 +44,7 @@ class Step:
         columns: the padding among them.
         real: ``[B, L]`` bool, which new columns are no padding; None: all.
         mask_seen: whether the mask that padding is read from was there to be read.
-        mask: that mask, which the caller gave; a model may make another one of it.
+        mask: gives that mask, as long as it is alive; a model may make another one of it.
     """
 
     new: int
@@ -46,8 +52,8 @@ class Step:
     columns: Columns
     real: Tensor | None = None
     mask_seen: bool = True
-    mask: Any = None
-    _read: list[tuple[Any, int, Tensor | None, bool]] = field(default_factory=list)
+    mask: Callable[[], Any] = lambda: None
+    _read: list[tuple[Callable[[], Any], int, Tensor | None, bool]] = field(default_factory=list)
 
     def old_slots(self, mask: Tensor | None, slots: int, bool_per_slot: bool = True) -> tuple[Tensor | None, bool]:
         """What a 4-D mask says to a layer of ``slots`` slots, the new ones included.
@@ -69,7 +75,7 @@ class Step:
         if mask is None:
             return None, self.new == 1
         for known, width, content, all_seen in self._read:  # layers share masks: each is looked at once in a step
-            if known is mask and width == slots:
+            if known() is mask and width == slots:
                 return content, all_seen
         width = mask.shape[-1]
         padding = self.columns.between(self.total - width, self.total - self.new) if width <= self.total else None
@@ -86,16 +92,17 @@ class Step:
             self._check_chosen(mask, content)
             content = as_additive(content, torch.float32 if mask.dtype == torch.bool else mask.dtype)
         all_seen = not bool((as_additive(mask[..., -self.new :], torch.float32) != 0).any())
-        self._read.append((mask, slots, content, all_seen))
+        self._read.append((weakly(mask), slots, content, all_seen))
         return content, all_seen
 
     def _check_chosen(self, mask: Tensor, content: Tensor) -> None:
         """Refuse a mask in which the model itself hides old slots: it counts slots, and was made to count tokens."""
-        if mask is self.mask:
+        given = self.mask()
+        if mask is given:
             return
         chosen = hidden(content)
-        if isinstance(self.mask, Tensor) and self.mask.shape[-1] == mask.shape[-1]:
-            chosen = chosen & ~hidden(self.mask[..., : content.shape[-1]])
+        if isinstance(given, Tensor) and given.shape[-1] == mask.shape[-1]:
+            chosen = chosen & ~hidden(given[..., : content.shape[-1]])
         if bool(chosen.any()):
             raise CacheError(
                 "the model hides some of the old slots by a choice of its own (Doge beyond its keep_window_size), "

@@ -82,9 +82,9 @@ def save_cache(cache: CentroidCache, path: str | PathLike[str]) -> None:
             "interval": cache.interval,
             "compressor": repr(cache.compressor),
             "storage": None if cache.storage is None else cache.storage.form,
-            "model": fingerprint(cache._config),
+            "model": fingerprint(cache._pass.config),
             "rotary": rotary,
-            "padding": cache._columns.to_runs(),
+            "padding": cache._pass.columns.to_runs(),
             "layers": layers,
         }
     )
@@ -156,7 +156,7 @@ def load_cache(
         raise SavedCacheError(f"{path} holds {len(header['layers'])} layers, this model has {len(cache.layers)}")
     for index, (layer, facts) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         _unpack_layer(layer, facts, f"layers.{index}.", tensors, torch.device(device))
-    cache._columns = Columns.from_runs(header["padding"])
+    cache._pass.columns = Columns.from_runs(header["padding"])
     return cache
 
 

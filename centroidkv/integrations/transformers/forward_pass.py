@@ -1,0 +1,134 @@
+"""What a cache knows of the forward pass that is running: the model, its mask, what was handed over last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from centroidkv.cache import GrowingState
+from centroidkv.cache.columns import Columns
+from centroidkv.compressor import Compressor
+from centroidkv.errors import BackendError
+from centroidkv.integrations.transformers import checks
+from centroidkv.integrations.transformers.attention import log_degree_bias, takes_tags
+from centroidkv.integrations.transformers.caller import Caller, find_caller
+from centroidkv.integrations.transformers.handover import KEYWORD, Handover, Step, weakly
+from centroidkv.integrations.transformers.masks import real_columns
+from centroidkv.integrations.transformers.release import query_groups
+
+
+class ForwardPass:
+    """The facts that all layers share in one pass, and how each layer's degrees reach the attention.
+
+    Args:
+        compressor: of the cache.
+        grows: whether layers may differ in size (capacity="growing").
+    """
+
+    def __init__(self, compressor: Compressor, grows: bool) -> None:
+        self.config: Any = None
+        """Of the model that is running now."""
+        self.columns = Columns()
+        """The padding among all columns seen."""
+        self.step = Step(0, 0, self.columns)
+        self.clustered = False
+        """Whether any layer was clustered before this pass: then all of them attend with degrees."""
+        self._one_decision = getattr(compressor.similarity, "heads", "each") == "mean"
+        self._compressor, self._grows = compressor, grows
+        self._sizes: set[int] = set()
+        self._mask: Callable[[], Any] = weakly(None)
+        self._masked = self._regroups = False
+        self._pending: Handover | None = None
+
+    @property
+    def by_handover(self) -> bool:
+        """Whether the model attends through our function, which takes handovers."""
+        return takes_tags(self.config)
+
+    @property
+    def padded(self) -> bool:
+        """Whether there was padding so far."""
+        return self.columns.padding is not None
+
+    @staticmethod
+    def look_for_caller(known: bool, batch: int) -> Caller | None:
+        """The attention module that is running; None only where it can be done without.
+
+        Raises:
+            BackendError: it cannot be seen, and the model is not ``known`` or there are several rows.
+            CacheError: it is cross-attention.
+        """
+        caller = find_caller()
+        if caller is not None:
+            checks.check_own_tokens(caller)
+        elif not known or batch > 1:
+            raise BackendError(
+                "the cache cannot see the model that uses it, and so neither its attention nor the padding mask. "
+                "Either the forward pass is compiled or wrapped: for single sequences "
+                "CentroidCache(config=model.config) will do. Or its attention modules lack layer_idx and config "
+                "(Bloom, MPT, BigBird): these models are not served"
+            )
+        return caller
+
+    def begin(self, caller: Caller | None, layers: Sequence[GrowingState], batch: int, new: int) -> None:
+        """Before the first compressed layer takes its tokens: read the mask, refuse one that cannot be obeyed."""
+        mask = None if caller is None else caller.attention_mask
+        self._sizes = {layer.physical for layer in layers}
+        self.clustered = any(layer.events for layer in layers)
+        self._mask, self._masked = weakly(mask), new > 1 if caller is None else mask is not None
+        real = real_columns(mask, batch, new)
+        start = layers[0].logical if layers else 0
+        columns = self.columns.add(real, start)
+        step = Step(new, start + new, columns, real, caller is None or caller.mask_seen, self._mask)
+        if self.clustered and self.by_handover and isinstance(mask, Tensor) and mask.ndim == 4:
+            step.old_slots(mask, layers[0].physical + new)
+        self.step, self.columns = step, columns
+
+    def check_layer(self, layer: GrowingState) -> None:
+        """Refuse attention that would not get, or not use, what this layer is about to hand over."""
+        checks.check_received(self._pending)
+        if self.by_handover:
+            return
+        if layer.like is None:
+            caller = find_caller()
+            for kind in checks.attention_classes(self.config) if caller is None else [type(caller.module)]:
+                self._regroups |= checks.check_straight(kind, self._one_decision)
+        if self.clustered:
+            if self._grows and self._masked:
+                checks.check_lengths(self._sizes, self._compressor, self.config)
+            checks.check_padding(self.columns.inner)
+            checks.check_stock_mask(self._mask(), layer.physical, self.step)
+
+    def hand_over(
+        self, keys: Tensor, values: Tensor, degree: Tensor | None, shared: dict[str, Any] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Send keys, values and degrees on their way; returns the keys and values for the model.
+
+        ``shared``: the keyword arguments that the attention module shares with the cache, if it does.
+        """
+        if self.by_handover:
+            self._pending = Handover(keys, values, degree, self.step, self._one_decision)
+            if shared is None:
+                return self._pending.attach(), values
+            shared[KEYWORD] = self._pending
+        elif degree is not None:
+            if self._regroups:
+                checks.check_one_decision(degree)
+            assert shared is not None  # check_stock saw to it
+            bias = log_degree_bias(degree, query_groups(self.config), new=self.step.new).to(keys.dtype)
+            bias = bias.expand(-1, -1, self.step.new, -1)
+            own = shared.get("position_bias")
+            shared["position_bias"] = bias if own is None else bias + own
+        return keys, values
+
+    def check_attended(self, module: str) -> None:
+        """Raise BackendError if attention module ``module``, which has just run, did not take what it was handed."""
+        pending, self._pending = self._pending, None
+        checks.check_received(pending, module)
+
+    def rows(self, chosen: Callable[[int], Tensor]) -> None:
+        """Rows were kept, repeated or permuted: ``chosen`` gives their numbers for the count of rows there were."""
+        if self.columns.padding is not None:
+            self.columns = self.columns.rows(chosen(self.columns.padding.shape[0]))
