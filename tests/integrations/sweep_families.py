@@ -60,5 +60,5 @@ class Family:
 def families() -> list[Family]:
     """All rows, in the order of the table."""
     alone = sorted([*CAUSAL, *VARIANTS], key=str.lower)
-    pairs = [Family(name, how) for name in sorted(PAIRS) if name.split("/")[0] in SEQUENCES for how in ("pair", "bare")]
+    pairs = [Family(name, how) for how in ("pair", "bare") for name in sorted(PAIRS) if name.split("/")[0] in SEQUENCES]
     return [Family(name) for name in alone if name.split("/")[0] in CAUSAL] + pairs
