@@ -36,6 +36,10 @@ test: $(VENV)/.test ## The test suite (minutes); PYTEST_ARGS adds arguments
 slow: $(VENV)/.test ## Only the slow tests: real model, long generations
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
+# A few families of every kind are in the suite; --write docs/families.md is for when an outcome has changed.
+sweep: $(VENV)/.test ## Every causal model family of transformers against docs/families.md (minutes)
+	$(BIN)/python -m pytest -m sweep -n 2 tests/integrations/test_sweep.py -q $(PYTEST_ARGS)
+
 # kvpress needs an older transformers, so it gets an environment of its own.
 PEERS := .venv-peers
 $(PEERS)/.ready: pyproject.toml constraints.txt models.txt
