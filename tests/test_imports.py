@@ -45,7 +45,17 @@ ALLOWED = {
     | {"allocation", "attention", "cache", "compressor", "presets", "preserve", "rounds", "similarity"},
     "cli": BASE | {"cache", "compressor", "integrations", "presets"},
     "testing": BASE
-    | {"aggregate", "allocation", "attention", "cache", "compressor", "matching", "partition", "schedule", "similarity"},
+    | {
+        "aggregate",
+        "allocation",
+        "attention",
+        "cache",
+        "compressor",
+        "matching",
+        "partition",
+        "schedule",
+        "similarity",
+    },
     "__init__": {"compressor", "presets", "records", "rotary", "state"},
 }
 # Who may import packages beyond torch, numpy and the standard library.

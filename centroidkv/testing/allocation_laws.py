@@ -29,7 +29,7 @@ class LayersCase:
 
 
 models = st.builds(LayersCase, st.integers(0, 90), st.integers(0, 3), st.integers(1, 6))
-DEEP = tuple(LayersCase(n) for n in (1, 2, 28, 61, 64, 65, 80, 126, 257, 513, 1000)) + (LayersCase(2100, 1, 2),)
+DEEP = (*map(LayersCase, (1, 2, 28, 61, 64, 65, 80, 126, 257, 513, 1000)), LayersCase(2100, 1, 2))
 """Always tried: more layers than any table has."""
 
 
@@ -72,7 +72,9 @@ def even_means_even(allocation: Any, case: LayersCase) -> None:
     if not getattr(allocation, "even", False):
         return
     shares = shares_of(allocation, case.depths())
-    expect(all(math.isclose(share, 1.0, rel_tol=1e-6) for share in shares), "shares of 1, as `even` is declared", shares)
+    expect(
+        all(math.isclose(share, 1.0, rel_tol=1e-6) for share in shares), "shares of 1, as `even` is declared", shares
+    )
 
 
 @law("ratios of a budget add up to it, and no layer keeps more than it has", models, always=DEEP)

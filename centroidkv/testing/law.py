@@ -85,7 +85,7 @@ def show(x: Any) -> str:
 Cases = Iterable[Any] | Callable[[Any], Iterable[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Law:
     """``body(subject, case)`` must hold for every case of ``cases``, and for those that are tried whatever is drawn.
 

@@ -17,7 +17,7 @@ from centroidkv.state import KVState, accumulation_dtype
 from centroidkv.testing.axes import expect_rows_and_heads_apart
 from centroidkv.testing.law import check_all, expect, expect_same, given_that, law
 from centroidkv.testing.memory import expect_inputs_unchanged, expect_no_memory
-from centroidkv.testing.preparing import declared_only, laws_of_preparing, needs, prepared
+from centroidkv.testing.prepare_laws import declared_only, laws_of_preparing, needs, prepared
 from centroidkv.testing.strategies import BEYOND_MATCHES, MatchCase, StateCase, matches
 
 SIMILARITY = Cosine()
@@ -69,11 +69,21 @@ def run(matcher: Any, case: MatchCase, state: KVState | None = None) -> tuple[As
 
 
 def beyond(matcher: Any) -> tuple[MatchCase, ...]:
-    """Cases past all sizes in use that suit the matcher."""
-    return BEYOND_MATCHES
+    """Cases past all sizes in use that suit the matcher: fewer slots where all pairs are compared."""
+    if getattr(matcher, "needs_partition", True):
+        return BEYOND_MATCHES
+    long = BEYOND_MATCHES[4]
+    return (*BEYOND_MATCHES[:4], replace(long, state=replace(long.state, slots=700), percent=45))
 
 
-@law("exactly the number of slots asked for leave (at most that, if the matcher is not exact)", cases, always=beyond)
+def beyond_moves(matcher: Any) -> tuple[MatchCase, ...]:
+    """The same, with more than 2048 slots in any case."""
+    more = () if getattr(matcher, "needs_partition", True) else (replace(BEYOND_MATCHES[5], similarity="cosine"),)
+    return (*beyond(matcher), *more)
+
+
+@law("exactly the number of slots asked for leave (at most that, if the matcher is not exact)", cases,
+     always=beyond_moves)  # fmt: skip
 def removes_as_many_as_asked(matcher: Any, case: MatchCase) -> None:
     assignment, _, edges = run(matcher, case)
     left = (~assignment.stays).sum(-1)

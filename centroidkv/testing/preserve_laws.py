@@ -15,7 +15,7 @@ from centroidkv.state import KVState
 from centroidkv.testing.axes import expect_rows_and_heads_apart
 from centroidkv.testing.law import check_all, expect, expect_same, given_that, law
 from centroidkv.testing.memory import expect_inputs_unchanged, expect_no_memory
-from centroidkv.testing.preparing import declared_only
+from centroidkv.testing.prepare_laws import declared_only
 from centroidkv.testing.strategies import BEYOND_TILES, StateCase, states
 
 
@@ -80,7 +80,7 @@ def chooses_that_many_free_slots(preserver: Any, case: PreserveCase) -> None:
     expect_same((mask & ~free).sum(-1), torch.zeros_like(number), "slots chosen that were not free")
 
 
-@law("what a row and head keeps depends on its own content alone, unless pools_heads says that heads look at each other",
+@law("what a row and head keeps depends on its own content, unless pools_heads says that heads look at each other",
      cases, always=ALWAYS)  # fmt: skip
 def rows_and_heads_choose_alone(preserver: Any, case: PreserveCase) -> None:
     state = declared_only(preserver, case.state.state())

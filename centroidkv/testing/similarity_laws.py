@@ -14,7 +14,7 @@ from torch import Tensor
 from centroidkv.testing.axes import expect_rows_and_heads_apart
 from centroidkv.testing.law import check_all, expect, expect_same, given_that, law
 from centroidkv.testing.memory import expect_inputs_unchanged, expect_no_memory
-from centroidkv.testing.preparing import declared_only, laws_of_preparing, prepared
+from centroidkv.testing.prepare_laws import declared_only, laws_of_preparing, prepared
 from centroidkv.testing.strategies import BEYOND_TILES, KINDS, StateCase, make_keys, states
 from centroidkv.testing.tolerances import score_bound
 
@@ -131,7 +131,9 @@ def every_channel_counts(similarity: Any, case: PairCase) -> None:
     place = torch.arange(case.size)
     far[0, place, place] = -100 * torch.where(a[0, 0] < 0, -1.0, 1.0).to(a.dtype) - far[0, place, place]
     moved = (scores_of(similarity, far, b) != base).any(-1)[0]
-    expect(moved.all(), "a score that changes with every channel", lambda: f"none with {(~moved).nonzero()[0].tolist()}")
+    expect(
+        moved.all(), "a score that changes with every channel", lambda: f"none with {(~moved).nonzero()[0].tolist()}"
+    )
 
 
 @law("no vector is more similar to another than an equal copy of it is, and none that points elsewhere as similar",

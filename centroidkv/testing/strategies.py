@@ -59,8 +59,8 @@ class StateCase:
     """A KVState in one line.
 
     ``merged``: degrees from 1 to ``spread``, times ``unit``, instead of all 1. ``pad``: left padding per row.
-    ``values``: channels of a value. ``start``: position of the first slot. ``gaps``: positions of every head of its own,
-    with holes, as after merging; ``narrow``: int32 ones, as caches have them.
+    ``values``: channels of a value. ``start``: position of the first slot. ``gaps``: every head has positions of
+    its own, with holes, as after merging; ``narrow``: int32 ones, as caches have them.
     """
 
     slots: int
@@ -112,7 +112,9 @@ class StateCase:
             return state
         # One sum per row, as every head has seen the same; but not the same degrees in every head.
         order = torch.rand(shape[:3], generator=generator).argsort(-1)
-        degree = self.unit * degree[:, :1].expand(shape[:3]).gather(-1, order) if not self.pad else degree[:, :1] * self.unit
+        degree = (
+            self.unit * degree[:, :1].expand(shape[:3]).gather(-1, order) if not self.pad else degree[:, :1] * self.unit
+        )
         degree = degree.expand(shape[:3]) * state.degree
         return replace(state, degree=degree.contiguous(), seen=degree[:, 0].double().sum(-1).long())
 
@@ -161,7 +163,8 @@ rows; in all directions one after the other, so that what is left out somewhere 
 @dataclass(frozen=True)
 class MatchCase:
     """A state, a partition of its slots, how many edges are asked for (in hundredths of what is possible), and what
-    the matcher is given to compare keys with."""
+    the matcher is given to compare keys with.
+    """
 
     state: StateCase
     split: str = "alternating"
