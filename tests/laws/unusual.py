@@ -203,7 +203,7 @@ def in_float64(state, assignment):
 
 AGGREGATORS = {
     "a loop in float64": in_float64,
-    "laid out the other way": lambda s, a: (m := DegreeWeightedMean()(s, a)).map_slots(
+    "laid out the other way": lambda s, a: DegreeWeightedMean()(s, a).map_slots(
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)
     ),
 }
