@@ -125,7 +125,9 @@ class Law:
 
         # No deadline: a law is about what is computed, and a busy machine breaks none.
         profile = settings()
-        phases = tuple(phase for phase in profile.phases if phase != Phase.explain and (shrink or phase != Phase.shrink))
+        phases = tuple(
+            phase for phase in profile.phases if phase != Phase.explain and (shrink or phase != Phase.shrink)
+        )
         broken: dict[str, LawViolation] = {}
         give_up = float("inf")
 

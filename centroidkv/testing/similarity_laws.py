@@ -105,6 +105,8 @@ def pairs_are_scored_alone(similarity: Any, case: PairCase) -> None:
     one, two = a[..., -1:, :], b[..., :1, :]
     alone = scores_of(similarity, one, two)
     expect_same(alone, scores[..., -1:, :1], "the score of a pair alone", bound_of(similarity, one, two, alone))
+    flipped = scores_of(similarity, a.flip(-2), b.flip(-2)).flip(-1, -2)
+    expect_same(flipped, scores, "the scores of the vectors in the opposite order", bound_of(similarity, a, b, scores))
     # The first row and head by itself, and the last one with all others exchanged.
     bound = bound_of(similarity, a, b, scores)
     first = scores_of(similarity, a[:1, :1], b[:1, :1])
