@@ -48,7 +48,7 @@ class MergeCase:
 MILD = tuple(kind for kind in KINDS if kind != "extreme")
 merges = st.builds(
     MergeCase,
-    state=states(least=1, most=24, dtypes=("float32", "bfloat16", "float16"), kinds=MILD),
+    state=states(least=1, most=24, dtypes=("float32", "bfloat16", "float16"), kinds=MILD, gaps=True),
     percent=st.integers(0, 95),
     hub=st.booleans(),
     evicted=st.sampled_from([0, 0, 30]),

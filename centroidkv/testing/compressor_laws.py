@@ -20,8 +20,8 @@ from centroidkv.testing.strategies import StateCase, states
 from centroidkv.testing.tolerances import attention_bound, roundoff
 
 PARTS = ("keys", "values", "degree", "positions")
-dense = states(most=90)
-short = states(most=40)
+dense = states(most=90, gaps=True)
+short = states(most=40, gaps=True)
 
 
 def beyond(compressor: Any) -> tuple[StateCase, ...]:

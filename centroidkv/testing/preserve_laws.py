@@ -49,7 +49,7 @@ class OfFunction:
         return repr(self.function)
 
 
-cases = st.builds(PreserveCase, states(least=1, most=30), st.sampled_from([0, 25, 80]), st.integers(0, 100))
+cases = st.builds(PreserveCase, states(least=1, most=30, gaps=True), st.sampled_from([0, 25, 80]), st.integers(0, 100))
 ALWAYS = tuple(PreserveCase(state, taken, 40) for state, taken in zip(BEYOND_TILES, (0, 25, 10, 30, 25), strict=True))
 
 

@@ -125,8 +125,8 @@ class StateCase:
 
 
 def states(*, least: int = 0, most: int = 40, padded: bool = False, dtypes: tuple[str, ...] = ("float32", "bfloat16"),
-           kinds: tuple[str, ...] = KINDS) -> st.SearchStrategy[StateCase]:  # fmt: skip
-    """Cases with ``least`` to ``most`` slots."""
+           kinds: tuple[str, ...] = KINDS, gaps: bool = False) -> st.SearchStrategy[StateCase]:  # fmt: skip
+    """Cases with ``least`` to ``most`` slots; ``gaps``: some with holes between positions."""
     return st.builds(
         StateCase,
         slots=st.integers(least, most),
@@ -140,7 +140,7 @@ def states(*, least: int = 0, most: int = 40, padded: bool = False, dtypes: tupl
         pad=st.lists(st.integers(0, most), max_size=3).map(tuple) if padded else st.just(()),
         seed=st.integers(0, 999),
         values=st.sampled_from([1, 3, 5]),
-        gaps=st.booleans() if not padded else st.just(False),
+        gaps=st.booleans() if gaps else st.just(False),
     )
 
 
