@@ -89,7 +89,7 @@ def removes_as_many_as_asked(matcher: Any, case: MatchCase) -> None:
     left = (~assignment.stays).sum(-1)
     exact = getattr(matcher, "exact", True)
     wanted = torch.full_like(left, edges) if exact else left.clamp(max=edges)
-    expect_same(left, wanted, f"slots that leave in every row and head, {edges} asked for")
+    expect_same(left, wanted, f"slots to leave in every row and head, {edges} asked for")
 
 
 @law("every slot that leaves joins a slot that stays (or nothing, if the matcher evicts)", cases, always=beyond)
