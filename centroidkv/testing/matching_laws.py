@@ -21,7 +21,7 @@ from centroidkv.testing.prepare_laws import declared_only, laws_of_preparing, ne
 from centroidkv.testing.strategies import BEYOND_MATCHES, MatchCase, StateCase, matches
 
 SIMILARITY = Cosine()
-SIMILARITIES = {"cosine": SIMILARITY, "dot": Dot(), "distance": NegativeEuclidean()}
+SIMILARITIES: dict[str, Any] = {"cosine": SIMILARITY, "dot": Dot(), "distance": NegativeEuclidean()}
 """What the laws compare keys with. A matcher receives one of them and must not assume which."""
 
 cases = matches(similarities=tuple(SIMILARITIES))

@@ -127,18 +127,19 @@ def needs_only_what_it_says(preserver: Any, case: PreserveCase) -> None:
      first=(range(300), [*range(1000, 1100), 2047, 2048, 2049, 5000, 10**5, 10**6]))  # fmt: skip
 def counts_are_sound(preserver: Any, budgets: Any) -> None:
     budgets = sorted(budgets)
-    counts = [preserver.count(budget) for budget in budgets]
-    whole = all(isinstance(count, Integral) and not isinstance(count, bool) and count >= 0 for count in counts)
+    counts: list[Any] = [preserver.count(budget) for budget in budgets]
+    whole = all(isinstance(count, Integral) and not isinstance(count, bool) for count in counts) and min(counts) >= 0
     expect(whole, "whole numbers >= 0", counts)
     expect(counts == sorted(counts), "counts that do not fall", counts)
     again = [preserver.count(budget) for budget in reversed(budgets)][::-1]
     expect(counts == again, f"{counts} again", again)
-    share = preserver.share
+    share: Any = preserver.share
     expect(share == preserver.share, f"a share of {share} again", lambda: preserver.share)
     if share is None:
         expect(len(set(counts)) == 1, "one count for every budget, as share is None", counts)
         return
-    expect(isinstance(share, Real) and 0 < share <= 1, "a share in (0, 1]", share)
+    expect(isinstance(share, Real), "a share in (0, 1]", share)
+    expect(0 < float(share) <= 1, "a share in (0, 1]", share)
     for budget, count in zip(budgets, counts, strict=True):
         expect(count <= budget, f"at most the budget of {budget}", count)
         expect(count < share * budget + 1, f"at most {share} of {budget}", count)

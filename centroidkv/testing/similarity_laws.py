@@ -215,8 +215,8 @@ SIMILARITY_LAWS = (
     scores_are_finite,
     is_symmetric,
     pairs_are_scored_alone,
-    every_channel_counts,
     prefers_the_same_direction,
+    every_channel_counts,
 )
 
 
