@@ -60,7 +60,18 @@ ALLOWED = {
     "integrations": BASE
     | {"allocation", "attention", "cache", "compressor", "presets", "preserve", "rounds", "similarity"},
     "cli": BASE | {"cache", "compressor", "integrations", "presets"},
-    "testing": BASE | {"aggregate", "attention", "compressor", "matching", "partition", "schedule", "similarity"},
+    "testing": BASE
+    | {
+        "aggregate",
+        "allocation",
+        "attention",
+        "cache",
+        "compressor",
+        "matching",
+        "partition",
+        "schedule",
+        "similarity",
+    },
     "__init__": {"compressor", "presets", "records", "rotary", "state"},
 }
 # Who may import packages beyond torch, numpy and the standard library.

@@ -13,7 +13,7 @@ from torch import Tensor
 from centroidkv.cache.clock import RowClock
 from centroidkv.cache.parts import Parts, Whole
 from centroidkv.cache.query_log import QueryLog, thin
-from centroidkv.cache.storage import Held, Storage
+from centroidkv.cache.storage import Held, Storage, as_storage
 from centroidkv.compressor import Compressor
 from centroidkv.dense import last_live, map_rows
 from centroidkv.errors import CacheError, RotaryError, StageError
@@ -44,8 +44,7 @@ class GrowingState:
     ) -> None:
         if not isinstance(interval, int) or interval < 1:
             raise StageError(f"interval is a whole number of tokens >= 1, got {interval!r}")
-        if storage is not None and not isinstance(storage, Storage):
-            raise StageError(f"storage must have put and get, as Quantised(bits=8) or Offloaded(), got {storage!r}")
+        storage = None if storage is None else as_storage(storage)
         self.compressor, self.interval, self.rotary, self.storage = compressor, interval, rotary, storage
         self.clear()
 

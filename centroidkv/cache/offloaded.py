@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from centroidkv.cache.storage import Exact, Held, Storage
+from centroidkv.cache.storage import Exact, Held, Storage, as_storage
 from centroidkv.errors import StageError
 from centroidkv.state import KVState
 
@@ -31,8 +31,12 @@ class Offloaded(Storage):
     inside: Storage = field(default_factory=Exact)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inside, Storage):
-            raise StageError(f"Offloaded(inside) takes a storage, such as Quantised(bits=8), got {self.inside!r}")
+        try:
+            object.__setattr__(self, "inside", as_storage(self.inside))
+        except StageError:
+            raise StageError(
+                f"Offloaded(inside) takes a storage, such as Quantised(bits=8), got {self.inside!r}"
+            ) from None
 
     @property
     def form(self) -> str:

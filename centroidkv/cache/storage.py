@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from centroidkv.errors import StageError
 from centroidkv.state import KVState
 
 
@@ -46,7 +47,7 @@ class Storage(Protocol):
     """Keeps what was compressed until the next step asks for it. Frozen and without state of its own.
 
     A storage sees one row of a batch at a time, so a padded row is stored exactly as it would be alone. ``put`` and
-    ``get`` suffice; subclass this protocol to inherit the rest.
+    ``get`` suffice: what a class leaves out is done as written here, whether it subclasses this protocol or not.
     """
 
     @property
@@ -69,6 +70,56 @@ class Storage(Protocol):
     def rest(self, held: Held, device: torch.device) -> Held:
         """``held``, just read from a file, where it rests between steps if attention runs on ``device``."""
         return held.map(lambda tensor: tensor.to(device))
+
+
+@dataclass(frozen=True)
+class Completed(Storage):
+    """An object with ``put`` and ``get``, and the rest: its own where it has it, else what :class:`Storage` does.
+
+    Its form is its ``repr`` unless it says another one, so give it one that tells its settings (a dataclass has it); an
+    object's address, Python's default, is another one in every process, and what was saved under it is refused.
+    """
+
+    inside: Any
+
+    @property
+    def form(self) -> str:
+        return str(getattr(self.inside, "form", repr(self.inside)))
+
+    def put(self, state: KVState) -> Held:
+        return self.inside.put(state)
+
+    def get(self, held: Held, device: torch.device) -> KVState:
+        return self.inside.get(held, device)
+
+    def fetch(self, held: Held, device: torch.device) -> Held:
+        own = getattr(self.inside, "fetch", None)
+        return super().fetch(held, device) if own is None else own(held, device)
+
+    def rest(self, held: Held, device: torch.device) -> Held:
+        own = getattr(self.inside, "rest", None)
+        return super().rest(held, device) if own is None else own(held, device)
+
+    def __repr__(self) -> str:
+        return repr(self.inside)
+
+
+def as_storage(given: Any) -> Storage:
+    """``given`` as a storage with all of the protocol; itself if it has it.
+
+    Raises:
+        StageError: it has no ``put`` and ``get``, or is a class.
+
+    >>> class Plain:
+    ...     def put(self, state): return Exact().put(state)
+    ...     def get(self, held, device): return Exact().get(held, device)
+    >>> isinstance(Plain(), Storage), isinstance(as_storage(Plain()), Storage)
+    (False, True)
+    """
+    has = all(callable(getattr(given, name, None)) for name in ("put", "get"))
+    if isinstance(given, type) or not has:
+        raise StageError(f"storage must have put and get, as Quantised(bits=8) or Offloaded(), got {given!r}")
+    return given if isinstance(given, Storage) else Completed(given)
 
 
 @dataclass(frozen=True)

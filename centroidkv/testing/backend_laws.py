@@ -12,7 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from centroidkv.testing import attention_laws, matching_laws, round_laws
 from centroidkv.testing.aggregate_laws import MergeCase, expect_merged_close, merges
 from centroidkv.testing.aggregate_laws import run as run_aggregator
-from centroidkv.testing.law import Law, expect, law
+from centroidkv.testing.law import Law, expect, expect_same, law
 from centroidkv.testing.round_laws import RoundCase, rounds
 from centroidkv.testing.strategies import AttentionCase, MatchCase, attentions, matches
 from centroidkv.testing.tolerances import attention_bound, score_bound
@@ -30,8 +30,8 @@ class Pair:
 def matches_as_well(pair: Pair, case: MatchCase) -> None:
     keys = case.state.state().keys
     ours, theirs = (matching_laws.run(stage, case)[0].joins for stage in (pair.fast, pair.reference))
-    scores = matching_laws.SIMILARITY(keys, keys)
-    gap = (matching_laws._reached(scores, ours) - matching_laws._reached(scores, theirs)).abs()
+    scores = matching_laws.SIMILARITIES[case.similarity](keys, keys)
+    gap = (matching_laws.reached_scores(scores, ours) - matching_laws.reached_scores(scores, theirs)).abs()
     bound = score_bound(keys, keys, scores, normalised=True).amax((-1, -2)) * case.state.slots
     left = [(joins != torch.arange(case.state.slots)).sum(-1) for joins in (ours, theirs)]
     expect(left[0].equal(left[1]), f"{left[1].tolist()} merges", left[0].tolist())
@@ -43,7 +43,7 @@ def merges_as_the_reference(pair: Pair, case: MergeCase) -> None:
     before, ours, assignment = run_aggregator(pair.fast, case)
     theirs = run_aggregator(pair.reference, case)[1]
     stays = assignment.stays
-    expect(ours.degree[stays].equal(theirs.degree[stays]), f"{theirs.degree.tolist()}", ours.degree.tolist())
+    expect_same(ours.degree[stays], theirs.degree[stays], "degrees")
     expect_merged_close(case, before, theirs, ours, stays, roundings=2)
 
 

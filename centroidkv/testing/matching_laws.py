@@ -1,173 +1,226 @@
-"""Laws of matchers."""
+"""Laws of all matchers; those that pair sources and targets have more (:mod:`bipartite_laws`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from centroidkv.protocols import matcher_capacity
 from centroidkv.records import Assignment, Partition
-from centroidkv.similarity import Cosine
-from centroidkv.testing.law import check_all, expect, law
-from centroidkv.testing.oracles import chunks_of
-from centroidkv.testing.strategies import MatchCase, matches
-from centroidkv.testing.tolerances import score_bound
+from centroidkv.similarity import Cosine, Dot, NegativeEuclidean
+from centroidkv.state import KVState, accumulation_dtype
+from centroidkv.testing.axes import expect_rows_and_heads_apart
+from centroidkv.testing.law import check_all, expect, expect_same, given_that, law
+from centroidkv.testing.memory import expect_inputs_unchanged, expect_no_memory
+from centroidkv.testing.prepare_laws import declared_only, laws_of_preparing, needs, prepared
+from centroidkv.testing.strategies import BEYOND_MATCHES, MatchCase, StateCase, matches
 
 SIMILARITY = Cosine()
-"""What the laws compare keys with. A matcher receives it and must not assume it."""
+SIMILARITIES: dict[str, Any] = {"cosine": SIMILARITY, "dot": Dot(), "distance": NegativeEuclidean()}
+"""What the laws compare keys with. A matcher receives one of them and must not assume which."""
+
+cases = matches(similarities=tuple(SIMILARITIES))
 
 
-def run(matcher: Any, case: MatchCase, keys: Tensor | None = None) -> tuple[Assignment, Partition, int]:
-    """The matcher's decision on a case (or on other keys in its place), the partition, and the edges asked for."""
-    state, partition = case.state.state(), case.partition()
-    keys = state.keys if keys is None else keys
-    edges = case.edges(matcher_capacity(matcher, partition))
-    return matcher(keys, state.degree[: keys.shape[0], : keys.shape[1]], partition, SIMILARITY, edges), partition, edges
+@dataclass(frozen=True)
+class Question:
+    """What a matcher is given."""
+
+    keys: Tensor
+    degree: Tensor
+    partition: Partition
+    similarity: Any
+    edges: int
 
 
-@law("exactly the number of slots asked for leave (at most that, if the matcher is not exact)", matches())
+def question(matcher: Any, case: MatchCase, state: KVState | None = None) -> Question:
+    """What a round would give the matcher in a case (or with another state in its place)."""
+    state = prepared(matcher, declared_only(matcher, case.state.state()) if state is None else state)
+    both_sides = getattr(matcher, "needs_partition", True)
+    partition = case.partition() if both_sides else Partition(case.state.slots, ())  # as the rounds do
+    name = getattr(matcher, "mass", None)
+    mass = state.degree if name is None else state.slot_data[name]
+    edges = case.edges(int(matcher_capacity(matcher, partition)))
+    keys = state.keys.to(accumulation_dtype(state.keys.dtype))
+    return Question(keys, mass, partition, SIMILARITIES[case.similarity], edges)
+
+
+def decide(matcher: Any, asked: Question) -> Assignment:
+    """The matcher's answer, which must be an assignment of all slots; nothing that it was given may change."""
+    answer = expect_inputs_unchanged(
+        matcher, keys=asked.keys, degree=asked.degree, partition=asked.partition, similarity=asked.similarity,
+        edges=asked.edges,
+    )  # fmt: skip
+    expect(isinstance(answer, Assignment), "an Assignment", type(answer).__name__)
+    wanted = tuple(asked.keys.shape[:3])
+    expect(answer.joins.shape == wanted, f"joins of shape {wanted}", tuple(answer.joins.shape))
+    return answer
+
+
+def run(matcher: Any, case: MatchCase, state: KVState | None = None) -> tuple[Assignment, Partition, int]:
+    """The matcher's decision on a case (or on another state in its place), the partition, and the edges asked for."""
+    asked = question(matcher, case, state)
+    return decide(matcher, asked), asked.partition, asked.edges
+
+
+def beyond(matcher: Any) -> tuple[MatchCase, ...]:
+    """Cases past all sizes in use that suit the matcher: fewer slots where all pairs are compared."""
+    if getattr(matcher, "needs_partition", True):
+        return BEYOND_MATCHES
+    long = BEYOND_MATCHES[4]
+    return (*BEYOND_MATCHES[:4], replace(long, state=replace(long.state, slots=700), percent=45))
+
+
+def beyond_moves(matcher: Any) -> tuple[MatchCase, ...]:
+    """The same, with more than 2048 slots in any case."""
+    more = () if getattr(matcher, "needs_partition", True) else (replace(BEYOND_MATCHES[5], similarity="cosine"),)
+    return (*beyond(matcher), *more)
+
+
+@law("exactly the number of slots asked for leave (at most that, if the matcher is not exact)", cases,
+     always=beyond_moves)  # fmt: skip
 def removes_as_many_as_asked(matcher: Any, case: MatchCase) -> None:
     assignment, _, edges = run(matcher, case)
     left = (~assignment.stays).sum(-1)
-    good = left == edges if getattr(matcher, "exact", True) else left <= edges
-    expect(good.all(), f"{edges} slots to leave in every row and head", left.tolist())
+    exact = getattr(matcher, "exact", True)
+    wanted = torch.full_like(left, edges) if exact else left.clamp(max=edges)
+    expect_same(left, wanted, f"slots to leave in every row and head, {edges} asked for")
 
 
-@law("every slot that leaves joins a slot that stays (or nothing, if the matcher evicts)", matches())
+@law("every slot that leaves joins a slot that stays (or nothing, if the matcher evicts)", cases, always=beyond)
 def joins_slots_that_stay(matcher: Any, case: MatchCase) -> None:
     assignment, _, _ = run(matcher, case)
     joins = assignment.joins
     low = -1 if getattr(matcher, "evicts", False) else 0
-    inside = (joins >= low) & (joins < joins.shape[-1])
-    expect(inside.all(), f"slots in {low}..{joins.shape[-1] - 1}", joins.tolist())
+    expect_same(joins.clamp(low, joins.shape[-1] - 1), joins, f"slots in {low}..{joins.shape[-1] - 1}")
     good = assignment.stays.gather(-1, joins.clamp(min=0)) | assignment.evicted
-    expect(good.all(), "targets that stay", joins.tolist())
+    expect_same(good, torch.ones_like(good), "whether what a slot joins stays")
 
 
-@law("the same input gives the same assignment", matches())
+@law(
+    "the same input gives the same assignment, whatever was asked in between",
+    cases,
+    first=(MatchCase(StateCase(20, heads=2, size=4, seed=7)), MatchCase(StateCase(150, batch=2, size=4, seed=7))),
+)
 def is_deterministic(matcher: Any, case: MatchCase) -> None:
-    first, second = run(matcher, case)[0], run(matcher, case)[0]
-    expect(first == second, f"{first.joins.tolist()} again", second.joins.tolist())
+    longer = replace(case, state=replace(case.state, slots=case.state.slots + 13, seed=case.state.seed + 1))
+    more = replace(case, state=replace(case.state, batch=case.state.batch + 1), similarity="dot", percent=90)
+    expect_no_memory(matcher, lambda stage, which: run(stage, which)[0], [case, longer, case, more])
 
 
-@law("rows and heads decide on their own: one alone reaches the same scores as in the batch", matches())
+@law("rows and heads decide on their own, unless pools_heads says that heads look at each other", cases, always=beyond)
 def rows_and_heads_are_independent(matcher: Any, case: MatchCase) -> None:
-    keys = case.state.state().keys
-    together, alone = run(matcher, case)[0], run(matcher, case, keys[:1, :1])[0]
-    scores = SIMILARITY(keys[:1, :1], keys[:1, :1])
-    reached = [_reached(scores, joins) for joins in (together.joins[:1, :1], alone.joins)]
-    bound = score_bound(keys[:1, :1], keys[:1, :1], scores, normalised=True).max() * keys.shape[2]
-    same = together.joins[:1, :1].equal(alone.joins) or (reached[0] - reached[1]).abs().max() <= bound
-    expect(same, f"{together.joins[0, 0].tolist()}, as in the batch", alone.joins[0, 0].tolist())
+    state = declared_only(matcher, case.state.state())
+    pools = bool(getattr(matcher, "pools_heads", False))
+    expect_rows_and_heads_apart(
+        lambda one: (run(matcher, case, one)[0].joins,), state, case.state.other(), "the slots joined", pools=pools
+    )
 
 
-@law("keys scaled by a power of two give the same assignment: cosine, the similarity given, ignores scale", matches())
+@law("moving rows moves their assignments with them, and so for heads", matches(similarities=("dot",), kinds=("ties",)),
+     always=[replace(one, similarity="dot", state=replace(one.state, kind="ties", merged=False))
+             for one in BEYOND_MATCHES[:3]])  # fmt: skip
+def rows_and_heads_are_treated_alike(matcher: Any, case: MatchCase) -> None:
+    # Small whole numbers: products and sums are exact, in whatever order, so that no rounding decides.
+    state = declared_only(matcher, case.state.state())
+    joins = run(matcher, case, state)[0].joins
+    given_that(not needs(matcher)[1])
+    for axis in (0, 1):
+        head_data = {name: data.flip(axis) for name, data in state.head_data.items()}
+        seen = state.seen.flip(0) if axis == 0 else state.seen
+        moved = state.map_slots(lambda x, axis=axis: x.flip(axis), head_data=head_data, seen=seen)  # type: ignore[misc]
+        name = ("rows", "heads")[axis]
+        expect_same(run(matcher, case, moved)[0].joins, joins.flip(axis), f"the slots joined with {name} moved")
+
+
+@law("keys scaled by a power of two give the same assignment where the similarity given, cosine, ignores scale",
+     matches())  # fmt: skip
 def uses_the_similarity_it_is_given(matcher: Any, case: MatchCase) -> None:
     if getattr(matcher, "evicts", False) or not getattr(matcher, "needs_partition", True):
         return  # a matcher that averages keys is entitled to their lengths
-    keys = case.state.state().keys
-    scale = 2.0 ** (torch.arange(keys.shape[2]) % 5 - 2)[:, None]
-    plain, scaled = run(matcher, case)[0], run(matcher, case, keys * scale)[0]
-    expect(plain == scaled, f"{plain.joins.tolist()} again", scaled.joins.tolist())
+    asked = question(matcher, case)
+    scale = (2.0 ** (torch.arange(asked.keys.shape[2]) % 5 - 2)[:, None]).to(asked.keys.dtype)
+    plain, scaled = decide(matcher, asked), decide(matcher, replace(asked, keys=asked.keys * scale))
+    expect_same(scaled.joins, plain.joins, "the slots joined")
 
 
-@law("sources join targets of their own chunk", matches())
-def stays_within_sides_and_chunks(matcher: Any, case: MatchCase) -> None:
-    assignment, partition, _ = run(matcher, case)
-    allowed = {source: targets for sources, targets in chunks_of(partition) for source in sources}
-    for joins in assignment.joins.flatten(0, 1).tolist():
-        for slot, target in enumerate(joins):
-            good = target == slot or target in allowed.get(slot, ())
-            expect(good, f"slot {slot} to stay or to join one of {allowed.get(slot, [])}", f"it joins {target}")
+@law("where all slots are equal and as many as possible may leave, some do", matches(kinds=("equal",)))
+def equal_slots_merge(matcher: Any, case: MatchCase) -> None:
+    assignment, _, edges = run(matcher, replace(case, percent=100, state=replace(case.state, merged=False)))
+    left = (~assignment.stays).sum(-1)
+    expect(edges < 1 or (left > 0).all(), "at least one slot to leave", left.tolist())
 
 
-@law("a source that leaves joins a target as similar as its best one", matches())
-def joins_the_best_target(matcher: Any, case: MatchCase) -> None:
-    for edge in _edges(matcher, case):
-        expect(edge.reached >= edge.best - edge.bound, f"slot {edge.source} to reach {edge.best}", edge.reached)
+EVERY_LENGTH = (*range(14), *(2**k + d for k in range(4, 9) for d in (-1, 0, 1)), 513, 700)
 
 
-@law("the edges carried out are the most similar ones", matches())
-def carries_out_the_best_edges(matcher: Any, case: MatchCase) -> None:
-    edges = list(_edges(matcher, case, everyone=True))
-    for head in {edge.head for edge in edges}:
-        mine = [edge for edge in edges if edge.head == head]
-        accepted = [edge for edge in mine if edge.leaves]
-        refused = [edge for edge in mine if not edge.leaves]
-        if accepted and refused and getattr(matcher, "exact", True):
-            worst, left = min(accepted, key=lambda e: e.best), max(refused, key=lambda e: e.best)
-            expect(
-                worst.best >= left.best - 2 * left.bound,
-                f"slot {left.source} (score {left.best}) before slot {worst.source}",
-                f"slot {worst.source} (score {worst.best}) left instead",
-            )
+@law("a matcher of all slots can remove as many as its capacity(n) says: a whole number, up to n - 1 (n if it evicts)",
+     st.integers(0, 60), first=EVERY_LENGTH)  # fmt: skip
+def declared_capacity_is_kept(matcher: Any, length: int) -> None:
+    given_that(not getattr(matcher, "needs_partition", True))
+    capacity = getattr(matcher, "capacity", lambda n: max(n - 1, 0))
+    number = capacity(length)
+    expect(isinstance(number, Integral) and not isinstance(number, bool), "a whole number", f"{number!r}")
+    high = length if getattr(matcher, "evicts", False) else max(length - 1, 0)
+    low = min(1, high)
+    expect(low <= number <= high, f"a capacity in {low}..{high} of {length} slots", number)
+    expect(capacity(length) == number, f"{number} again", lambda: capacity(length))
+    if length and number:
+        case = MatchCase(StateCase(length, heads=2, seed=length, merged=True), percent=100)
+        joins_slots_that_stay.body(matcher, case)
+        removes_as_many_as_asked.body(matcher, case)
 
 
-@law("among equals the earliest source leaves, for the earliest target of its chunk", matches(kinds=("equal",)))
-def ties_go_to_the_earliest(matcher: Any, case: MatchCase) -> None:
-    if hasattr(matcher, "weigh"):
-        return  # equal keys of different weight are not equals
-    assignment, partition, _ = run(matcher, case)
-    chunks = [(sorted(s), sorted(t)) for s, t in chunks_of(partition) if s and t]
-    first = {source: targets[0] for sources, targets in chunks for source in sources}
-    for joins in assignment.joins.flatten(0, 1).tolist():
-        for slot, target in enumerate(joins):
-            expect(target in (slot, first.get(slot, slot)), f"slot {slot} to join {first.get(slot)}", target)
-        for sources, _ in chunks:
-            leaving = [joins[source] != source for source in sources]
-            expect(leaving == sorted(leaving, reverse=True), f"the earliest of {sources} to leave", leaving)
+@law("it looks at rotations and queries only if needs_rotary or needs_queries says so", matches(most=20))
+def needs_only_what_it_says(matcher: Any, case: MatchCase) -> None:
+    given_that(case.state.size % 2 == 0)
+    joins = run(matcher, case)[0].joins
+    whole = case.state.state()
+    expect_same(run(matcher, case, whole)[0].joins, joins, "the slots joined where there is more to know")
 
 
-class _Edge:
-    """One source with its best possible score and the one it reached."""
-
-    def __init__(self, head: int, source: int, best: float, reached: float, leaves: bool, bound: float) -> None:
-        self.head, self.source, self.best, self.reached = head, source, best, reached
-        self.leaves, self.bound = leaves, bound
-
-
-def _edges(matcher: Any, case: MatchCase, everyone: bool = False) -> Iterator[_Edge]:
-    assignment, partition, _ = run(matcher, case)
-    state = case.state.state()
-    keys, masses = state.keys.flatten(0, 1).double(), state.degree.flatten(0, 1)
-    for head, (key, mass, joins) in enumerate(zip(keys, masses, assignment.joins.flatten(0, 1).tolist(), strict=True)):
-        scores = SIMILARITY(key, key)
-        bound = float(score_bound(key.float(), key.float(), scores.float(), normalised=True).max())
-        if hasattr(matcher, "weigh"):  # the best edges are then those of the best weighted score
-            scores, bound = matcher.weigh(scores, mass, mass), 2 * bound * float(mass.max())
-        for sources, targets in chunks_of(partition):
-            for source in sources if targets else ():
-                leaves = joins[source] != source
-                if leaves or everyone:
-                    best = float(scores[source, targets].max())
-                    yield _Edge(head, source, best, float(scores[source, joins[source]]), leaves, bound)
+@law("weigh(scores, source, target) keeps the scores' shape, and weighs every pair alone", matches(most=20))
+def weights_are_sound(matcher: Any, case: MatchCase) -> None:
+    given_that(hasattr(matcher, "weigh"))
+    asked = question(matcher, case)
+    scores = asked.similarity(asked.keys, asked.keys)
+    weighed = expect_inputs_unchanged(matcher.weigh, scores=scores, source=asked.degree, target=asked.degree)
+    expect(weighed.shape == scores.shape, f"shape {tuple(scores.shape)}", tuple(weighed.shape))
+    corner = matcher.weigh(scores[..., :1, -1:], asked.degree[..., :1], asked.degree[..., -1:])
+    bound = 8 * torch.finfo(torch.float32).eps * corner.abs().double()
+    expect_same(weighed[..., :1, -1:], corner, "the weighted score of a pair", bound)
 
 
-def _reached(scores: Tensor, joins: Tensor) -> Tensor:
-    """Sum of the scores of all merges."""
-    moved = joins != torch.arange(joins.shape[-1])
-    return (scores.gather(-1, joins.clamp(min=0)[..., None])[..., 0] * moved).sum(-1).double()
+def laws_of(matcher: Any) -> tuple[Any, ...]:
+    """Those laws of all matchers that what the stage declares gives a meaning to."""
+    own = () if getattr(matcher, "needs_partition", True) else (declared_capacity_is_kept,)
+    alike = () if needs(matcher)[1] else (rows_and_heads_are_treated_alike,)
+    weighed = (weights_are_sound,) if hasattr(matcher, "weigh") else ()
+    return MATCHER_LAWS + alike + own + weighed
 
 
 MATCHER_LAWS = (
+    is_deterministic,
     removes_as_many_as_asked,
     joins_slots_that_stay,
-    is_deterministic,
     rows_and_heads_are_independent,
     uses_the_similarity_it_is_given,
+    equal_slots_merge,
+    needs_only_what_it_says,
 )
-BIPARTITE_LAWS = (stays_within_sides_and_chunks, joins_the_best_target)
-GREEDY_LAWS = (carries_out_the_best_edges, ties_go_to_the_earliest)
 
 
 def check_matcher(matcher: Any, examples: int | None = None, *, greedy: bool | None = None) -> None:
     """Check a matcher against every law of its family.
 
     Args:
-        matcher: the stage; its declared capabilities (``needs_partition``, ``exact``, ``evicts``) choose the laws.
+        matcher: the stage; its declared capabilities (``needs_partition``, ``capacity``, ``exact``, ``evicts``,
+            ``mass``, ``weigh``, ``prepare``, ``pools_heads``, ``needs_queries``) choose the laws.
         examples: tries per law.
         greedy: whether it promises to carry out the most similar edges of a head, ties to the earliest. Default: yes
             if it needs a partition and does not declare another ``rank`` than "sequence".
@@ -175,7 +228,18 @@ def check_matcher(matcher: Any, examples: int | None = None, *, greedy: bool | N
     >>> from centroidkv.matching import BipartiteSoftMatching
     >>> check_matcher(BipartiteSoftMatching(), examples=10)
     """
+    from centroidkv.testing.bipartite_laws import BIPARTITE_LAWS, GREEDY_LAWS, chunks_decide_alone
+
     bipartite = getattr(matcher, "needs_partition", True)
+    rank = getattr(matcher, "rank", "sequence")
     if greedy is None:
-        greedy = bipartite and getattr(matcher, "rank", "sequence") == "sequence"
-    check_all(MATCHER_LAWS + (BIPARTITE_LAWS if bipartite else ()) + (GREEDY_LAWS if greedy else ()), matcher, examples)
+        greedy = bipartite and rank == "sequence"
+    more = (BIPARTITE_LAWS if bipartite else ()) + (GREEDY_LAWS if greedy else ())
+    chunks = (chunks_decide_alone,) if bipartite and rank == "chunk" else ()
+    check_all(laws_of(matcher) + laws_of_preparing(matcher) + more + chunks, matcher, examples)
+
+
+def reached_scores(scores: Tensor, joins: Tensor) -> Tensor:
+    """Sum of the scores of all merges."""
+    moved = joins != torch.arange(joins.shape[-1])
+    return (scores.gather(-1, joins.clamp(min=0)[..., None])[..., 0] * moved).sum(-1).double()

@@ -24,29 +24,35 @@ def merged_mean(x: Tensor, degree: Tensor, assignment: Assignment) -> Tensor:
     """Degree-weighted cluster means of ``x [B, H, T, ...]`` in float64; NaN at slots that left."""
     out = torch.full(x.shape, math.nan, dtype=torch.float64)
     for b, h in itertools.product(*map(range, x.shape[:2])):
-        joins = assignment.joins[b, h].tolist()
-        for slot in range(x.shape[2]):
-            if joins[slot] != slot:
-                continue
-            members = [t for t, target in enumerate(joins) if target == slot]
-            weights = degree[b, h, members].double()
-            out[b, h, slot] = torch.einsum("t,t...->...", weights, x[b, h, members].double()) / weights.sum()
+        joins = assignment.joins[b, h]
+        kept = (joins >= 0).nonzero().flatten()
+        weight, rows = degree[b, h].double(), x[b, h].double()
+        total = torch.zeros_like(weight).index_add(0, joins[kept], weight[kept])
+        wide = weight[kept].reshape(-1, *(1,) * (rows.ndim - 1))
+        moment = torch.zeros_like(rows).index_add(0, joins[kept], wide * rows[kept])
+        stays = (joins == torch.arange(len(joins))).nonzero().flatten()
+        out[b, h, stays] = moment[stays] / total[stays].reshape(-1, *(1,) * (rows.ndim - 1))
     return out
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, scale: float, causal: bool) -> Tensor:
-    """softmax(scale q.k + ln N) v, query by query, in float64; zeros where nothing is visible."""
+    """softmax(scale q.k + ln N) v, head by head, in float64; zeros where nothing is visible."""
     batch, query_heads, length, _ = query.shape
     heads, slots = keys.shape[1:3]
     out = torch.zeros(batch, query_heads, length, values.shape[-1], dtype=torch.float64)
-    for b, h, i in itertools.product(range(batch), range(query_heads), range(length)):
+    place = torch.arange(slots)
+    for b, h in itertools.product(range(batch), range(query_heads)):
         kv = h // (query_heads // heads)
-        visible = [j for j in range(slots) if degree[b, kv, j] > 0 and not (causal and j > slots - length + i)]
-        if not visible:
-            continue
-        logits = scale * keys[b, kv, visible].double() @ query[b, h, i].double()
-        weights = (logits - logits.max()).exp() * degree[b, kv, visible].double()
-        out[b, h, i] = weights @ values[b, kv, visible].double() / weights.sum()
+        visible = (degree[b, kv] > 0).expand(length, slots)
+        if causal:
+            visible = visible & (place <= slots - length + torch.arange(length)[:, None])
+        logits = scale * query[b, h].double() @ keys[b, kv].double().T
+        logits = torch.where(visible, logits, -torch.inf)
+        top = logits.amax(-1, keepdim=True).clamp(min=-1e300)
+        weights = torch.where(visible, (logits - top).exp(), 0.0) * degree[b, kv].double()
+        total = weights.sum(-1, keepdim=True)
+        live = torch.where(degree[b, kv][:, None] > 0, values[b, kv].double(), 0.0)
+        out[b, h] = weights @ live / total.clamp(min=1e-300)
     return out
 
 

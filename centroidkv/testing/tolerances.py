@@ -30,14 +30,21 @@ def sum_bound(magnitude: Tensor, terms: int, storage: torch.dtype) -> Tensor:
 def score_bound(a: Tensor, b: Tensor, scores: Tensor, normalised: bool) -> Tensor:
     """Bound for similarity scores of ``a [..., m, D]`` and ``b [..., n, D]``, shaped like ``scores``.
 
-    A cosine multiplies unit vectors; other scores grow with the vectors.
+    A cosine multiplies unit vectors; other scores grow with the vectors. A distance may be the root of a square that
+    was found as a difference, |a|^2 + |b|^2 - 2 a.b; an error e of the square is one of e / distance, at most its root.
+    The unit roundoff is the coarser one of the vectors' and the scores' types: scores may be cast once they are there.
     """
     size = a.shape[-1]
+    types = [a.dtype, *([scores.dtype] if scores.is_floating_point() else [])]
+    rounding = 8 * (size + 4) * max(roundoff(dtype) for dtype in types)
     if normalised:
-        return torch.full_like(scores, 8 * (size + 4) * roundoff(scores.dtype), dtype=torch.float64)
+        return torch.full_like(scores, rounding, dtype=torch.float64)
     norms = torch.linalg.vector_norm(a.double(), dim=-1)[..., :, None], torch.linalg.vector_norm(b.double(), dim=-1)
-    magnitude = torch.maximum(norms[0] * norms[1][..., None, :], norms[0] + norms[1][..., None, :])
-    return 8 * (size + 4) * roundoff(scores.dtype) * magnitude
+    other = norms[1][..., None, :]
+    magnitude = torch.maximum(norms[0] * other, norms[0] + other)
+    square = rounding * (norms[0] + other).square()
+    distance = torch.cdist(a.double(), b.double(), compute_mode="use_mm_for_euclid_dist")
+    return rounding * magnitude + square / torch.maximum(distance, square.sqrt()).clamp(min=1e-300)
 
 
 def attention_bound(query: Tensor, keys: Tensor, values: Tensor, degree: Tensor, scale: float) -> float:

@@ -39,7 +39,7 @@ def test_the_kernel_obeys_the_law_of_fast_paths():
     "law", [*aggregate_laws.AGGREGATOR_LAWS, aggregate_laws.keys_are_weighted_means], ids=lambda law: law.name
 )
 def test_the_kernel_obeys_the_laws_of_aggregators(law):
-    law.check(OnTriton(), 5)
+    law.check(OnTriton(), 5, fixed=False)  # large cases take the interpreter minutes; others here have many tiles
 
 
 def merging(batch, heads, slots, leaving, evicted=0, hubs=None):

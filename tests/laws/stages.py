@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from centroidkv import Budget, Compressor, KVState, presets
 from centroidkv.aggregate import DegreeWeightedMean, KeepTargetKey
+from centroidkv.allocation import Even, MiddleLayers
 from centroidkv.attention import degree_attention
+from centroidkv.cache import Exact, Offloaded, Quantised
+from centroidkv.cache.quantised import quantise
 from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching, WardMatching
 from centroidkv.partition import Alternating, Halves, RandomSplit, Strided
 from centroidkv.preserve import Distinctive, Recent, Sinks
@@ -23,6 +28,10 @@ PRESERVERS = [
     (Distinctive("cosine", share=0.3, rope="before"), {}),
     (Distinctive("low_norm", share=1.0, rope="after"), {}),
     (Distinctive("passages", share=0.5), {}),
+    (Distinctive(), {}),
+    (Distinctive("low_norm", rope="after", precision=torch.bfloat16), {}),
+    (Sinks(), {}),
+    (lambda state: state.positions % 4 == 0, {}),
 ]
 PARTITIONS = [
     (Alternating(6), {}),
@@ -30,21 +39,29 @@ PARTITIONS = [
     (Halves(7), {}),
     (Strided(3, 8), {}),
     (RandomSplit(1, 6), {}),
+    *((partition(), {}) for partition in (Alternating, Halves, Strided, RandomSplit)),
 ]
 SIMILARITIES = [
     (Cosine(), {"scale_free": True}),
     (Dot(), {"copy_is_best": False}),
     (NegativeEuclidean(), {}),
     (ExpectedLogits(), {}),
+    (ExpectedLogits(values=0.0, ridge=1.0), {}),
+    (Cosine(step=2**-8), {"scale_free": True}),
+    (NegativeEuclidean(rope="before", heads="mean"), {}),
 ]
 MATCHERS = [
     (BipartiteSoftMatching("sequence"), {}),
     (BipartiteSoftMatching("chunk"), {}),
     (ThresholdMatching(0.3), {}),
+    (ThresholdMatching(), {}),
     (AllPairsMatching(), {}),
     (KMeans(3), {}),
+    (KMeans(), {}),
     (Evict(), {}),
     (WardMatching("degree"), {}),
+    (WardMatching(), {}),
+    (WardMatching(passage=0.5), {}),
 ]
 AGGREGATORS = [
     (DegreeWeightedMean(), {}),
@@ -56,6 +73,28 @@ SCHEDULES = [
     (Constant(0.2), {}),
     (Constant(0.0), {}),
     (FewestRounds(), {}),
+    (LinearAnnealing(), {}),
+    (Constant(), {}),
+]
+ALLOCATIONS = [
+    (Even(), {}),
+    (MiddleLayers(), {}),
+    (MiddleLayers(0.0, 0.3, 0.2), {}),
+    (MiddleLayers(ratio=1.0), {}),
+]
+
+
+def within(bits, group=32, nested=False):
+    """The error that quantised storages promise."""
+    return {"error": lambda state: quantise(state, bits, group, nested).error_bound()}
+
+
+STORAGES = [
+    (Exact(), {}),
+    (Offloaded(), {}),
+    (Quantised(), within(8)),
+    (Quantised(4, group=8, nested=True), within(4, 8, True)),
+    (Offloaded(Quantised(4)), within(4)),
 ]
 
 
@@ -106,4 +145,5 @@ def round_by_stages(keys, values, degree, positions, chunk, quotas):
 ATTENTIONS = [
     (partial(degree_attention, backend="reference"), {}),
     (partial(degree_attention, backend="sdpa"), {}),
+    (degree_attention, {}),
 ]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import centroidkv.aggregate
+import centroidkv.allocation
 import centroidkv.matching
 import centroidkv.partition
 import centroidkv.preserve
@@ -25,6 +26,8 @@ CHECKS = {
     testing.check_schedule: stages.SCHEDULES,
     testing.check_compressor: stages.COMPRESSORS,
     testing.check_attention: stages.ATTENTIONS,
+    testing.check_allocation: stages.ALLOCATIONS,
+    testing.check_storage: stages.STORAGES,
 }
 
 
@@ -39,6 +42,8 @@ LAWS_AT_LEAST = {
     testing.check_schedule: 5,
     testing.check_compressor: 10,
     testing.check_attention: 5,
+    testing.check_allocation: 5,
+    testing.check_storage: 7,
 }
 
 
@@ -61,13 +66,13 @@ def test_stage_obeys_the_laws_of_its_family(check, stage, options):
 
 
 def test_sdpa_equals_the_reference():
-    reference, sdpa = (stage for stage, _ in stages.ATTENTIONS)
+    reference, sdpa, _ = (stage for stage, _ in stages.ATTENTIONS)
     testing.check_backend(sdpa, reference, "attention")
 
 
 def test_the_kernel_equals_the_reference():
     pytest.importorskip("triton")
-    reference, _ = (stage for stage, _ in stages.ATTENTIONS)
+    reference, *_ = (stage for stage, _ in stages.ATTENTIONS)
 
     def kernel(query, *others, causal):
         # The law's cases have every type, the kernel has no float64 and says so.
@@ -77,9 +82,21 @@ def test_the_kernel_equals_the_reference():
     testing.check_backend(kernel, reference, "attention", examples=25)
 
 
-@pytest.mark.parametrize("family", ["preserve", "partition", "similarity", "matching", "aggregate", "schedule"])
+FAMILIES = ["preserve", "partition", "similarity", "matching", "aggregate", "schedule", "allocation"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_no_exported_stage_is_missing_from_the_list(family):
     module = getattr(centroidkv, family)
     exported = {name for name in module.__all__ if isinstance(getattr(module, name), type)}
     listed = {type(stage).__name__ for stage_list in CHECKS.values() for stage, _ in stage_list}
     assert exported <= listed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_exported_stage_is_listed_as_it_comes_by_default(family):
+    module = getattr(centroidkv, family)
+    listed = [stage for stage_list in CHECKS.values() for stage, _ in stage_list]
+    for name in module.__all__:
+        if isinstance(getattr(module, name), type) and name != "Recent":  # which must be told how many
+            assert getattr(module, name)() in listed

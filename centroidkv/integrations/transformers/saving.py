@@ -12,7 +12,7 @@ from torch import Tensor
 
 from centroidkv.cache import Held, Storage
 from centroidkv.cache.columns import Columns
-from centroidkv.cache.storage import own
+from centroidkv.cache.storage import as_storage, own
 from centroidkv.compressor import Compressor
 from centroidkv.errors import SavedCacheError
 from centroidkv.integrations.transformers import saving_file as disk
@@ -80,7 +80,7 @@ def save_cache(cache: CentroidCache, path: str | PathLike[str]) -> None:
             "version": VERSION,
             "interval": cache.interval,
             "compressor": repr(cache.compressor),
-            "storage": None if cache.storage is None else cache.storage.form,
+            "storage": None if cache.storage is None else as_storage(cache.storage).form,
             "model": fingerprint(cache._pass.config),
             "rotary": rotary,
             "padding": cache._pass.columns.to_runs(),
@@ -150,7 +150,7 @@ def _check_asked(
             f"{path} was made by\n{header['compressor']}\nasked to go on with\n{compressor!r}\npass an equal one, or "
             "other_compressor=True if you mean it"
         )
-    form = None if storage is None else storage.form
+    form = None if storage is None else as_storage(storage).form
     if header["storage"] != form:
         raise SavedCacheError(
             f"{path} holds its state as {header['storage']}, asked to go on with storage {form}; pass the same storage"
