@@ -29,7 +29,7 @@ except ImportError:  # Windows
 
 LIST = "centroidkv-files.json"
 """In a folder that was made here: name, length and SHA-256 of every other file in it."""
-PATIENCE = 600.0
+PATIENCE = 900.0
 """Seconds to wait for another process that makes the same thing, before making it as well."""
 
 
