@@ -231,8 +231,11 @@ def test_any_tensor_of_another_shape_or_type_is_refused(file):
         "complex": lambda x: torch.zeros(x.shape, dtype=torch.complex64),
         "nothing": lambda x: x.flatten()[:0],
     }
-    for name in load_file(path):
+    for name, tensor in load_file(path).items():
         for how, change in changes.items():
+            changed = change(tensor)
+            if (changed.shape, changed.dtype) == (tensor.shape, tensor.dtype):
+                continue
             if how == "one less" and name.split(".")[-1] in ("keys", "values", "queries"):
                 continue  # channels, of which the file alone does not tell how many there must be
             if name == "rotary.inv_freq" and how in ("one less", "a row less", "flat", "nothing"):

@@ -249,7 +249,7 @@ def test_two_processes_compile_once_and_a_killed_one_leaves_nothing_for_long(scr
 
     kept_file(tmp_path).unlink()
     text = path.read_text()
-    path.write_text(text.replace("sleep 1", f"touch {tmp_path}/begun; exec sleep 60"))
+    path.write_text(text.replace("sleep 1", f"{{ touch {tmp_path}/begun; exec sleep 60; }}"))
     killed = subprocess.Popen(command, env=environment, start_new_session=True)
     until = time.monotonic() + 240
     while not (tmp_path / "begun").exists():

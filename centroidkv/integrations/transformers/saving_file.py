@@ -49,7 +49,7 @@ def checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
