@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from centroidkv.cache.storage import Held, Storage, hold_rest, own, with_rest
-from centroidkv.errors import NonFiniteError, StageError
+from centroidkv.errors import NonFiniteError, ShapeError, StageError
 from centroidkv.state import KVState, accumulation_dtype
 
 
@@ -208,6 +208,10 @@ class Quantised(Storage):
     def get(self, held: Held, device: torch.device) -> KVState:
         def numbers(name: str, length: int) -> Tensor:
             codes, low, step = (held.tensors[f"{name}.{part}"] for part in ("codes", "low", "step"))
+            sizes, wanted = (codes.shape[-1], low.shape[-1]), (-(-length * self.bits // 8), -(-length // self.group))
+            # Said here, because padding and broadcasting would make numbers of anything.
+            if sizes != wanted or (low.shape, low.dtype) != (step.shape, step.dtype) or codes.dtype != torch.uint8:
+                raise ShapeError(f"{name} of {length} numbers are {wanted} codes and groups, got {sizes}")
             return Codes(codes, low, step, length, self.bits, self.group).decode()
 
         return with_rest(

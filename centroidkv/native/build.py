@@ -26,7 +26,7 @@ MORE_FLAGS = "CENTROIDKV_CXXFLAGS"
 """Names the environment variable whose words follow FLAGS; ``make sanitize`` sets it. Other flags, another library."""
 VERSION = 3
 """What ``centroidkv_version()`` in the source says: the arguments that the two sides agree on."""
-ASKED, COMPILED = 30.0, 300.0
+ASKED, COMPILED = 90.0, 600.0
 """Seconds that a compiler may take to say what it is, and to compile: one that hangs is ended."""
 
 

@@ -29,7 +29,7 @@ except ImportError:  # Windows
 
 LIST = "centroidkv-files.json"
 """In a folder that was made here: name, length and SHA-256 of every other file in it."""
-PATIENCE = 600.0
+PATIENCE = 900.0
 """Seconds to wait for another process that makes the same thing, before making it as well."""
 
 
@@ -114,15 +114,14 @@ def _writable(path: Path, facts: os.stat_result) -> str | None:
 def making(folder: Path, name: str) -> Iterator[Path]:
     """A scratch folder inside ``folder`` to make ``name`` in, while no other process makes something in ``folder``.
 
-    It is gone afterwards. What a process that was killed left of the same name is removed. Where the file system knows
+    It is gone afterwards. What processes that were killed left is removed. Where the file system knows
     no locks, two processes may make the same thing: whoever is later replaces it by its like, in one step.
     """
     with _locked(folder) as alone:
-        prefix = f".{name}."
         if alone:
-            for left in folder.glob(f"{prefix}*.part"):
+            for left in folder.glob(".*.part"):  # of whatever name: who makes something here holds the lock
                 shutil.rmtree(left, ignore_errors=True)
-        scratch = Path(tempfile.mkdtemp(prefix=prefix, suffix=".part", dir=folder))
+        scratch = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".part", dir=folder))
         try:
             yield scratch
         finally:

@@ -130,6 +130,7 @@ def test_any_field_that_is_missing_or_of_another_kind_is_refused(file):
     whole = path.read_bytes()
     with safe_open(path, framework="pt") as other:
         saved = json.loads(other.metadata()[saving_file.HEADER])
+    accepted = []
     for place in places(saved):
         if place[:1] == ("model",) and len(place) > 1:
             continue  # compared as a whole
@@ -155,8 +156,12 @@ def test_any_field_that_is_missing_or_of_another_kind_is_refused(file):
 
             path.write_bytes(whole)
             rewrite(path, change)
-            with pytest.raises(SavedCacheError):  # pytest shows place and wrong
+            try:
                 load()
+                accepted.append((place, wrong))
+            except SavedCacheError:
+                pass
+    assert not accepted
 
 
 NO_HEADERS = {
@@ -210,7 +215,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("change", CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
 def test_headers_that_contradict_their_tensors(file, change):
     path, load, _ = file
-    rewrite(path, lambda header, tensors: change(header, tensors) and None)
+    rewrite(path, lambda header, tensors: (change(header, tensors), None)[1])
     with pytest.raises(SavedCacheError):
         load()
 
@@ -226,8 +231,13 @@ def test_any_tensor_of_another_shape_or_type_is_refused(file):
         "complex": lambda x: torch.zeros(x.shape, dtype=torch.complex64),
         "nothing": lambda x: x.flatten()[:0],
     }
-    for name in load_file(path):
+    for name, tensor in load_file(path).items():
         for how, change in changes.items():
+            changed = change(tensor)
+            if (changed.shape, changed.dtype) == (tensor.shape, tensor.dtype):
+                continue
+            if how == "one less" and name.split(".")[-1] in ("keys", "values", "queries"):
+                continue  # channels, of which the file alone does not tell how many there must be
             if name == "rotary.inv_freq" and how in ("one less", "a row less", "flat", "nothing"):
                 continue  # another number of frequencies is another rotation
             path.write_bytes(whole)

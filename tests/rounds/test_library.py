@@ -249,10 +249,11 @@ def test_two_processes_compile_once_and_a_killed_one_leaves_nothing_for_long(scr
 
     kept_file(tmp_path).unlink()
     text = path.read_text()
-    path.write_text(text.replace("sleep 1", f"touch {tmp_path}/begun; sleep 60"))
+    path.write_text(text.replace("sleep 1", f"{{ touch {tmp_path}/begun; exec sleep 60; }}"))
     killed = subprocess.Popen(command, env=environment, start_new_session=True)
     until = time.monotonic() + 240
-    while not (tmp_path / "begun").exists() and time.monotonic() < until:
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < until
         time.sleep(0.05)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()

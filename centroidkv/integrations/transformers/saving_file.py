@@ -49,7 +49,7 @@ def checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -160,6 +160,9 @@ def opened(path: str | PathLike[str]) -> Iterator[SavedFile]:
         raise FileNotFoundError(f"no saved cache at {path}") from None
     except (OSError, ValueError) as error:
         raise SavedCacheError(f"{path} is not a saved cache, or cannot be read: {error}") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise SavedCacheError(f"{path} is not a saved cache: it is not a file")
     with open(handle, "rb", buffering=0) as file:
         try:
             yield _begun(Path(path), file)
@@ -169,8 +172,6 @@ def opened(path: str | PathLike[str]) -> Iterator[SavedFile]:
 
 def _begun(path: Path, file: Any) -> SavedFile:
     facts = os.fstat(file.fileno())
-    if not stat.S_ISREG(facts.st_mode):
-        raise SavedCacheError(f"{path} is not a saved cache: it is not a file")
     damaged = f"{path} is not a saved cache, or is damaged or cut off"
     length = int.from_bytes(file.read(8), "little")
     if facts.st_size < 8 or not 2 <= length <= min(facts.st_size - 8, LONGEST):

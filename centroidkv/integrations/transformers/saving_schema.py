@@ -29,7 +29,8 @@ def whole(least: int) -> Check:
 
 def number(x: Any) -> str | None:
     """A finite number >= 0."""
-    return None if type(x) in (int, float) and math.isfinite(x) and x >= 0 else " must be a number >= 0"
+    fits = type(x) in (int, float) and 0 <= x < 2**62 and math.isfinite(x)
+    return None if fits else " must be a number >= 0"
 
 
 def kind(wanted: type, name: str) -> Check:
@@ -219,6 +220,7 @@ def check_state(growing: GrowingState, form: tuple[int, ...] | None, where: str)
                 == (heads, like.keys.shape[-1], like.values.shape[-1], like.keys.dtype),
                 "parts of different heads, channels or types",
             )
+            need(piece.seen.dtype == torch.int64, "tokens seen are whole numbers")
             need(bool((piece.degree.isfinite() & (piece.degree >= 0)).all()), "degrees are numbers >= 0")
             need(bool((piece.positions.diff(dim=-1) >= 0).all()), "positions ascend")
             places = piece.positions[piece.live]
