@@ -50,8 +50,11 @@ class Caller:
     padding_mask: Tensor | None = None
 
 
-def find_caller() -> Caller | None:
-    """The nearest attention module on the call stack: a module with ``layer_idx`` and ``config``. None if hidden."""
+def find_caller(outward: bool = False) -> Caller | None:
+    """The nearest attention module on the call stack: a module with ``layer_idx`` and ``config``. None if hidden.
+
+    ``outward``: look for the model's 2-D padding mask as well, which is further out; once in a pass is enough.
+    """
     frame = sys._getframe(1)
     for _ in range(MAX_DEPTH):
         if frame is None:
@@ -65,7 +68,7 @@ def find_caller() -> Caller | None:
                 local.get("query_states"),
                 mask_seen="attention_mask" in local,
                 crosses=any(local.get(name) is not None for name in CROSS),
-                padding_mask=_padding_mask(frame),
+                padding_mask=_padding_mask(frame) if outward else None,
             )
         frame = frame.f_back  # type: ignore[assignment]
     return None

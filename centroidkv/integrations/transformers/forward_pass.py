@@ -60,7 +60,7 @@ class ForwardPass:
             BackendError: it cannot be seen, and the model is not ``known`` or there are several rows.
             CacheError: it is cross-attention.
         """
-        caller = find_caller()
+        caller = find_caller(outward=True)
         if caller is not None:
             checks.check_own_tokens(caller)
         elif not known or batch > 1:
