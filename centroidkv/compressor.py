@@ -13,7 +13,7 @@ from torch import Tensor
 from centroidkv.allocation import Even, spread
 from centroidkv.dense import map_dense
 from centroidkv.errors import BudgetError, BudgetNotMetWarning, ShapeError, StageError
-from centroidkv.guards import refuse_gradients
+from centroidkv.guards import in_own_types, refuse_gradients
 from centroidkv.kernels import why_not_triton
 from centroidkv.preserve.union import Union
 from centroidkv.protocols import Aggregator, Allocation, Matcher, Partitioner, Schedule, Similarity
@@ -179,7 +179,7 @@ class Compressor:
                 f"{self.similarity!r} makes one decision for all heads, but the heads of a row hold different numbers "
                 "of slots (an earlier threshold?); use heads='each'"
             )
-        with torch.no_grad():
+        with torch.no_grad(), in_own_types(state.keys.device):
             return map_dense(state, lambda rows: self._compress(rows, strict))
 
     def _compress(self, state: KVState, strict: bool) -> KVState:

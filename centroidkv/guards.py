@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ def refuse_gradients(what: str, *tensors: Tensor) -> None:
             f"{what} passes no gradients on, and keys or values require them; they would be lost without a word. Run "
             "it under torch.no_grad() or torch.inference_mode(), or pass keys.detach() and values.detach()"
         )
+
+
+def in_own_types(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which products are computed in the types of their factors, whatever autocast is in force around it.
+
+    Autocast holds for one thread: without this, what is computed on the caller's thread would be rounded to 16 bits,
+    and what is computed on others would not.
+    """
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def check_types(held: Any, keys: Tensor, values: Tensor) -> None:

@@ -37,3 +37,13 @@ def test_the_guard_names_who_would_lose_it():
     with torch.no_grad():
         refuse_gradients("this cache", x)
     refuse_gradients("this cache", x.detach())
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_autocast_does_not_reach_into_a_compression(make_state, heads):
+    state, compressor = make_state(300, batch=1, heads=heads), presets.centroidkv(0.5)
+    alone = compressor(state)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = compressor(state)
+    assert within.keys.equal(alone.keys)
+    assert within.degree.equal(alone.degree)

@@ -83,7 +83,8 @@ def warn_of_nothing(planned: list[Any], config: Any) -> None:
 def warn_of_room(layers: Sequence[Compressor], config: Any) -> None:
     """Say so where no layer will ever be compressed, because a share of all tokens cannot hold what is preserved."""
     longest = getattr(config, "max_position_embeddings", None) or 2**20
-    if layers and not any(layer.fits(longest) for layer in layers):
+    # A budget of everything has nothing to compress, which is what was asked for.
+    if layers and all(layer.budget.slots(longest) < longest and not layer.fits(longest) for layer in layers):
         least = max(layers, key=lambda layer: layer.budget.slots(longest))
         warnings.warn(
             f"nothing will be compressed within the {longest} tokens this {config.model_type!r} model is made for: "
