@@ -91,21 +91,25 @@ def matching_traffic(shape: Shape) -> Traffic:
 
 
 def merge_traffic(shape: Shape) -> Traffic:
-    """Every slot once, and who joins whom: a place per member; itself, first and last place per slot that stays."""
+    """Every slot once, and who joins whom: a place per member; itself, first and last place per slot that stays.
+
+    Places of members and the degrees of those that leave are asked for twice: the whole mass comes before the shares of it.
+    """
     slots, left = shape.heads * shape.slots, shape.heads * shape.left
     needed = slots * (2 * shape.row + DEGREE) + left * POSITION
     written = left * (2 * shape.row + DEGREE + POSITION)
     read = needed + (slots + 3 * left) * PLACE
-    return Traffic(read, read, written, needed + written)
+    asked = read + slots * PLACE + (slots - left) * DEGREE
+    return Traffic(asked, read, written, needed + written)
 
 
 def round_traffic(shape: Shape) -> Traffic:
-    """Every slot once, keys asked for once more to merge them; where each chunk begins in the result."""
+    """Every slot once, keys and sources' degrees asked for once more to merge them; where each chunk begins."""
     slots, left = shape.heads * shape.slots, shape.heads * shape.left
     needed = slots * (2 * shape.row + DEGREE) + left * POSITION
     written = left * (2 * shape.row + DEGREE + POSITION)
     chunks = math.ceil(shape.slots / shape.chunk)
-    asked = needed + slots * shape.row + 2 * shape.heads * chunks * PLACE
+    asked = needed + slots * shape.row + slots // 2 * DEGREE + 2 * shape.heads * chunks * PLACE
     return Traffic(asked, needed + (chunks + 1) * PLACE, written, needed + written)
 
 

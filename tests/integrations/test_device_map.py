@@ -62,9 +62,12 @@ def generate(model, ids, preset, mask=None):
 @pytest.mark.parametrize("preset", ["centroidkv", "distinctive", "balanced"])
 @pytest.mark.parametrize("kind", ["cpu_offload", "disk_offload", "dispatch_model", "device_map"])
 def test_weights_elsewhere_change_nothing(llama, prompt, tmp_path, kind, preset):
-    ids = prompt(400)
-    expected, twin = generate(llama(), ids, preset)
-    got, cache = generate(spread(llama(), kind, tmp_path), ids, preset)
+    ids, model = prompt(400), spread(llama(), kind, tmp_path)
+    plain = llama()
+    if kind == "device_map":  # products of single tokens differ in the last digit where weights lie otherwise in memory
+        plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    expected, twin = generate(plain, ids, preset)
+    got, cache = generate(model, ids, preset)
     assert torch.equal(got, expected)
     for layer, other in zip(cache.layers, twin.layers, strict=True):
         assert layer.growing.state.positions.equal(other.growing.state.positions)
