@@ -93,7 +93,7 @@ def matching_traffic(shape: Shape) -> Traffic:
 def merge_traffic(shape: Shape) -> Traffic:
     """Every slot once, and who joins whom: a place per member; itself, first and last place per slot that stays.
 
-    Places of members and the degrees of those that leave are asked for twice: first for the whole mass, then for shares.
+    Places of members and degrees of those that leave are asked for twice: first for the whole mass, then for shares.
     """
     slots, left = shape.heads * shape.slots, shape.heads * shape.left
     needed = slots * (2 * shape.row + DEGREE) + left * POSITION
