@@ -192,10 +192,6 @@ class GrowingState:
         asked = replace(rows, head_data={**rows.head_data, QUERIES: log.sample(due, rows.heads)})
         return replace(self.compressor(asked, strict=False), head_data=rows.head_data)
 
-    def row_started(self) -> list[bool]:
-        """Per row, whether it has seen a real token; empty before the first append."""
-        return [clock.seen > 0 for clock in self._clocks]
-
     def _due(self, clock: RowClock) -> bool:
         if clock.events and clock.since < self.interval:
             return False
@@ -205,8 +201,7 @@ class GrowingState:
     def _grow(self, keys: Tensor, values: Tensor, real: Tensor | None) -> Whole | Parts:
         new = KVState.from_kv(keys, values, real, rotary=self.rotary)
         # int32 holds any position and is half the bytes.
-        start = 0 if self._kept is None else self._kept.like.seen[:, None, None]
-        positions = (new.positions + start).int()
+        positions = (new.positions + (0 if self._kept is None else self._kept.like.seen[:, None, None])).int()
         new = new.map_slots(lambda x: positions if x is new.positions else x)
         return self._begin(new) if self._kept is None else self._kept.extend(new)
 

@@ -291,6 +291,20 @@ def test_another_number_of_rows_is_refused_before_anything_changes(prompt, held,
         assert model(ids, past_key_values=cache).logits.equal(model(ids, past_key_values=twin).logits)
 
 
+def test_a_hybrid_that_was_refused_holds_nothing_to_crop_and_can_be_gone_on_with(prompt):
+    fields = {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+    model = make("gemma3_text", attention="eager", **fields)
+    cache = CentroidCache(compressor(), interval=16)
+    with torch.no_grad():
+        with pytest.raises(BackendError, match="enable"):
+            model(prompt(90), past_key_values=cache)
+        cache.crop(-1)
+        assert cache.get_seq_length() == 0
+        with enable(model):
+            model(prompt(90), past_key_values=cache)
+    assert cache.stats().logical == 90
+
+
 @pytest.mark.parametrize("capacity", ["growing", "fixed"])
 def test_a_prefix_read_in_inference_mode_is_gone_on_with_outside_of_it(llama, prompt, capacity):
     model, texts = llama(), []

@@ -188,20 +188,9 @@ class CentroidCache(RefusesStates, Cache):
             if self._pass.config is None:
                 self._bind(caller.module.config)
             self._pass.config = caller.module.config  # of the model that is running now, whichever was bound
-        self._check_in_step(layer_idx, new)
-        self._pass.begin(caller, self._compressed, batch, new)
-
-    def _check_in_step(self, layer_idx: int, new: int) -> None:
-        """Refuse to go on after a forward pass that stopped half-way, also in a sliding window.
-
-        Those have seen this step's ``new`` tokens already, the layers from the leading one on have not.
-        """
         if self._leads(layer_idx):
-            windows = {layer.get_seq_length() - new for layer in self.layers[:layer_idx]}
-            later = {
-                layer.get_seq_length() for layer in self.layers[layer_idx:] if not isinstance(layer, CentroidLayer)
-            }
-            checks.check_level(windows | later | {layer.logical for layer in self._compressed})
+            checks.check_in_step(self.layers, layer_idx, new)
+        self._pass.begin(caller, self._compressed, batch, new)
 
     # -- taking back ----------------------------------------------------------------------------------------------
 
@@ -230,7 +219,8 @@ class CentroidCache(RefusesStates, Cache):
             layer.check_crop(tokens_to_remove(length, layer.logical))
         # Sliding windows first: they may refuse, and all of them alike, while the others were just asked.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CentroidLayer)):
-            layer.crop(length)
+            if layer.is_initialized:  # a window that has seen no tokens raises whatever None raises
+                layer.crop(length)
         if self._compressed:
             self._pass.columns = self._pass.columns.until(self._compressed[0].logical)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +46,19 @@ def check_level(tokens: set[int]) -> None:
             "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; "
             "reset() the cache and process the prompt again"
         )
+
+
+def check_in_step(layers: Sequence[Any], leading: int, new: int) -> None:
+    """Refuse to go on after a forward pass that stopped half-way, also in a sliding window.
+
+    Windows ahead of the ``leading`` compressed layer have seen this step's ``new`` tokens already, others have not.
+    """
+    ahead = {layer.get_seq_length() - new for layer in layers[:leading]}
+    check_level(ahead | {_tokens(layer) for layer in layers[leading:]})
+
+
+def _tokens(layer: Any) -> int:
+    return layer.growing.logical if hasattr(layer, "growing") else layer.get_seq_length()
 
 
 def check_stock(config: Any, shared: dict[str, Any] | None) -> None:
