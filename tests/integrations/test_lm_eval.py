@@ -189,7 +189,8 @@ def test_a_bad_budget_is_refused(budget):
 
 def test_budgets_may_be_slots(lm):
     ours = lm(budget=100)
-    ours._feed(torch.tensor([ours.tok_encode(prose(500))]), cache := ours.options.new_cache())
+    with torch.no_grad():
+        ours._feed(torch.tensor([ours.tok_encode(prose(500))]), cache := ours.options.new_cache())
     assert cache.stats().physical == 100
     assert repr(lm(budget=Budget.tokens(90)).options.slots) == "Budget.tokens(90)"
 

@@ -139,7 +139,21 @@ def check_header(path: Any, header: Any, version: int) -> dict[str, Any]:
                 f"{path} contradicts itself: padding of {len(header['padding'])} rows, {sorted(columns)[:3]} columns "
                 f"for {sorted(batches)} rows of {sorted(lengths)} tokens"
             )
+    for layer in header["layers"]:
+        if "compressed" in layer:
+            _check_padding(path, layer["compressed"], header["padding"])
     return header
+
+
+def _check_padding(path: Any, facts: Mapping[str, Any], padding: list[list[int]] | None) -> None:
+    """Every row has seen as many tokens as its columns are no padding."""
+    hidden = [sum(runs[1::2]) for runs in padding] if padding is not None else [0] * len(facts["clocks"])
+    real = [facts["logical"] - count for count in hidden]
+    seen = [clock[0] for clock in facts["clocks"]]  # RowClock's first number
+    if seen != real:
+        raise SavedCacheError(
+            f"{path} contradicts itself: its rows have seen {seen[:5]} tokens, by their padding it would be {real[:5]}"
+        )
 
 
 def _length(layer: Mapping[str, Any]) -> int:
