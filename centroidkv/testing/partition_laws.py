@@ -74,7 +74,7 @@ def _ask(partitioner: Any, length: int) -> Any:
 @law(
     "the split is a pure function of the length, whatever was split before; no global random state is read or moved",
     st.lists(lengths, min_size=1, max_size=6),
-    first=((10, 300, 3, 2100, 0, 10, 7, 256), (2100, 9, 600)),
+    first=((10, 301, 3, 2100, 0, 10, 7, 256), (2100, 9, 600)),  # longest so far: of either parity
 )
 def is_pure(partitioner: Any, several: Any) -> None:
     expect_no_memory(partitioner, _ask, several)

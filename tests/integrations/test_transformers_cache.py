@@ -408,7 +408,7 @@ def test_a_copy_goes_on_as_the_original_would(llama, prompt):
 
     model, ids = llama("eager"), prompt(100)
     cache = CentroidCache(compressor(0.25), interval=16)
-    with enable(model):
+    with enable(model), torch.no_grad():
         model(ids[:, :-1], past_key_values=cache)
     twin = copy.deepcopy(cache)
     with enable(model):
