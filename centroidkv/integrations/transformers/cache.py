@@ -153,7 +153,7 @@ class CentroidCache(RefusesStates, Cache):
             self._begin_pass(layer_idx, batch=key_states.shape[0], new=key_states.shape[2])
         checks.check_layer(layer_idx, len(self.layers))
         layer, shared, now = self.layers[layer_idx], shared_kwargs(kwargs), self._pass
-        if self._compressed and not now.by_handover:
+        if not now.by_handover and self._compressed:  # the list of layers is made only where it is needed
             checks.check_stock(now.config, shared)  # in sliding windows as well, which may come first
         if not isinstance(layer, CentroidLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
