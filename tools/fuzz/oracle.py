@@ -27,7 +27,7 @@ class Held:
     positions: torch.Tensor | None = None
     seen: tuple[int, ...] = ()
     logical: int = 0
-    events: int = 0
+    events: tuple[int, ...] = ()
 
     def same(self, other: Held) -> bool:
         """Whether nothing was changed, to the last bit."""
@@ -44,8 +44,8 @@ class Held:
     def rows(self, rows: list[int]) -> Held:
         """Some rows."""
         some = [None if x is None else x[rows] for x in self.tensors()]
-        seen = tuple(self.seen[row] for row in rows) if self.seen else ()
-        return Held(*some, seen, self.logical, self.events)
+        seen, events = (tuple(x[row] for row in rows) if x else () for x in (self.seen, self.events))
+        return Held(*some, seen, self.logical, events)
 
 
 @torch.no_grad()
@@ -65,9 +65,9 @@ def _look(layer: Any) -> Held:
     growing, state = layer.growing, layer.growing.state
     logical = int(growing.logical)
     if state is None:
-        return Held(None, None, torch.empty(0), logical=logical, events=growing.events)
+        return Held(None, None, torch.empty(0), logical=logical)
     tensors = (mine(x) for x in (state.keys, state.values, state.degree, state.positions))
-    return Held(*tensors, tuple(state.seen.tolist()), logical, growing.events)
+    return Held(*tensors, tuple(state.seen.tolist()), logical, tuple(clock.events for clock in growing._clocks))
 
 
 def repeated(held: Held, row: int, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
