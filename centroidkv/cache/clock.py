@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from centroidkv.state import KVState
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class RowClock:
         live: slots held.
         since: real tokens since the last compression.
         events: compressions so far.
-        columns: columns of the batch since the last compression, padding included: what can be cropped.
+        columns: columns of the batch, padding included, that are still the row's last slots: what can be cropped.
     """
 
     seen: int = 0
@@ -35,6 +38,24 @@ class RowClock:
             columns=max(self.columns + columns, 0),
         )
 
-    def at_event(self, live: int) -> RowClock:
+    def at_event(self, live: int, merged: bool) -> RowClock:
         """Just compressed to ``live`` slots; an attempt that merged nothing waits for the next interval as well."""
-        return replace(self, live=live, since=0, columns=0, events=self.events + (live < self.live))
+        columns = 0 if merged or self.events else self.columns
+        return replace(self, live=live, since=0, columns=columns, events=self.events + merged)
+
+
+def after_event(clocks: Sequence[RowClock], due: Sequence[int], before: KVState, after: KVState) -> list[RowClock]:
+    """Every row's clock after the rows ``due`` of ``before`` were compressed and all of them moved into ``after``."""
+    counts = after.live.sum(-1)
+    live, merged = counts.amax(-1).tolist(), (counts != before.live.sum(-1)).any(-1).tolist()
+    clocks = [clock.at_event(live[row], merged[row]) if row in due else clock for row, clock in enumerate(clocks)]
+    return after_packing(clocks, before)
+
+
+def after_packing(clocks: Sequence[RowClock], before: KVState) -> list[RowClock]:
+    """Every row's clock after empty slots came to the front in all of them.
+
+    A row with padding behind a token has other slots in the place of its last columns now, whether it was due or not.
+    """
+    ordered = (before.live[..., 1:] >= before.live[..., :-1]).all(-1).all(-1).tolist()
+    return [clock if ordered[row] else replace(clock, columns=0) for row, clock in enumerate(clocks)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from centroidkv.cache.clock import after_event, after_packing
 from centroidkv.cache.growing import GrowingState
 from centroidkv.cache.parts import Whole
 from centroidkv.cache.slots import Slots
@@ -145,12 +146,11 @@ class FixedState(GrowingState):
         due = [row for row, clock in enumerate(clocks) if self._due(clock)]
         start = time.perf_counter()
         kept = map_rows(grown, due, lambda rows: self._compress(rows, None, due)) if due else grown
-        live = kept.live.sum(-1).amax(-1).tolist() if due else []
+        clocks = after_event(clocks, due, grown, kept) if due else clocks
         # From here on nothing of the compressor's can fail: an error above leaves everything to be settled again.
         self._known += taken
         self._logical += taken
-        self._clocks = [clock.at_event(live[row]) if row in due else clock for row, clock in enumerate(clocks)]
-        self._kept = Whole(kept)
+        self._clocks, self._kept = clocks, Whole(kept)
         if due:
             self._store()
             self.seconds += time.perf_counter() - start
@@ -186,7 +186,8 @@ class FixedState(GrowingState):
                 f"{self.interval}): the compressor did not come down to its budget. reset() the cache and use "
                 f"capacity='growing', or a schedule that ends at the budget: {self.compressor!r}"
             )
-        state = last_live(self._kept.state(), width)
+        held = self._kept.state()
+        state, self._clocks = last_live(held, width), after_packing(self._clocks, held)
         if self.slots is None or not self.slots.fits(state):
             self.slots = Slots.for_state(state, self.capacity)
         for name in ("keys", "values", "degree", "positions"):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from centroidkv.cache.clock import RowClock
+from centroidkv.cache.clock import RowClock, after_event
 from centroidkv.cache.parts import Parts, Whole
-from centroidkv.cache.query_log import QueryLog, thin
+from centroidkv.cache.query_log import QueryLog
 from centroidkv.cache.storage import Held, Storage, as_storage
 from centroidkv.compressor import Compressor
 from centroidkv.dense import last_live, map_rows
@@ -95,6 +95,11 @@ class GrowingState:
         return max((clock.events for clock in self._clocks), default=0)
 
     @property
+    def moved(self) -> bool:
+        """Whether slots may stand for other columns than their places say: attention needs their degrees then."""
+        return any(clock.columns < self.logical for clock in self._clocks)
+
+    @property
     def physical(self) -> int:
         """Slots held."""
         return 0 if self._kept is None else self._kept.slots
@@ -141,7 +146,7 @@ class GrowingState:
         length = keys.shape[2]
         new = [length] * keys.shape[0] if real is None else real.sum(-1).tolist()
         clocks = [clock.after(n, length) for clock, n in zip(self._clocks or [RowClock()] * len(new), new, strict=True)]
-        degree = grown.degree if self.events or degrees else None
+        degree = grown.degree if self.moved or degrees else None
         log = self._note(queries, grown, real)
         # No crop since the last tokens: nobody takes tokens back any more, and waiting on would mean growing.
         waits = self.waits and not self._unsettled
@@ -160,8 +165,8 @@ class GrowingState:
         if due:
             start = time.perf_counter()
             kept = map_rows(grown, due, lambda rows: self._compress(rows, log, due))
-            live = kept.live.sum(-1).amax(-1).tolist()
-            clocks = [clock.at_event(live[row]) if row in due else clock for row, clock in enumerate(clocks)]
+            clocks = after_event(clocks, due, grown, kept)
+            live = [clock.live for clock in clocks]
             # A row in which nothing ever merged can still be cropped: it stays as it is.
             longer = longer.settle(kept, live, {row for row in due if clocks[row].events})
             seconds = time.perf_counter() - start
@@ -177,14 +182,8 @@ class GrowingState:
             return None
         if self.rotary is None:
             raise RotaryError(f"{self.compressor!r} moves queries and needs to know how they are rotated: set rotary")
-        new = queries.shape[2]
-        positions = grown.positions[:, :1, -new:].expand(queries.shape[:3])
-        log = self._queries.copy()
-        counts = queries.new_ones(queries.shape[0], new, dtype=torch.bool) if real is None else real != 0
-        # Thinned first: of a long prompt only the sample is un-rotated, not every query.
-        counts, queries, positions = thin(counts, queries, positions)
-        log.add(self.rotary.unrotate(queries, positions).to(queries.dtype), counts)
-        return log
+        positions = grown.positions[:, :1, -queries.shape[2] :].expand(queries.shape[:3])
+        return self._queries.extended(queries, positions, real, self.rotary)
 
     def _compress(self, rows: KVState, log: QueryLog | None, due: list[int]) -> KVState:
         if log is None:
@@ -254,7 +253,7 @@ class GrowingState:
         """Raise what :meth:`crop` would raise, and change nothing."""
         if tokens == 0 or self._kept is None:
             return
-        removable = min((clock.columns if clock.events else self.logical) for clock in self._clocks)
+        removable = min(clock.columns for clock in self._clocks)
         if tokens > removable:
             raise CacheError(
                 f"asked to take back {tokens} tokens, but only the last {removable} were not yet clustered; merged "

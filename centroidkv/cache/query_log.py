@@ -7,6 +7,7 @@ from torch import Tensor
 
 from centroidkv.cache.storage import Held, own
 from centroidkv.queries import SAMPLE, evenly, sample_queries
+from centroidkv.rotary import Rotary
 from centroidkv.state import gather_slots
 
 
@@ -26,6 +27,22 @@ class QueryLog:
         twin = QueryLog()
         twin._steps = list(self._steps)
         return twin
+
+    def extended(self, queries: Tensor, positions: Tensor, real: Tensor | None, rotary: Rotary) -> QueryLog:
+        """A log with one more step's queries, as they were before RoPE; this one is not changed, the step may yet fail.
+
+        Args:
+            queries: ``[B, Hq, L, D]``, after RoPE.
+            positions: theirs, ``[B, Hq, L]``.
+            real: which of them count, ``[B, L]``; None: all.
+            rotary: how they were rotated.
+        """
+        log = self.copy()
+        counts = queries.new_ones(queries.shape[0], queries.shape[2], dtype=torch.bool) if real is None else real != 0
+        # Thinned first: of a long prompt only the sample is un-rotated, not every query.
+        counts, queries, positions = thin(counts, queries, positions)
+        log.add(rotary.unrotate(queries, positions).to(queries.dtype), counts)
+        return log
 
     @property
     def nbytes(self) -> int:

@@ -53,4 +53,5 @@ def test_a_clock_counts_real_tokens_and_a_crop_counts_columns():
     assert (clock.seen, clock.live, clock.since, clock.columns) == (12, 7, 2, 6)
     back = clock.after(tokens=-1, columns=-4)
     assert (back.since, back.columns) == (1, 2)
-    assert (clock.at_event(6).since, clock.at_event(6).columns, clock.at_event(6).events) == (0, 0, 2)
+    now = clock.at_event(6, merged=True)
+    assert (now.since, now.columns, now.events) == (0, 0, 2)

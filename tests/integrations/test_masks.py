@@ -224,3 +224,28 @@ def test_a_fixed_cache_packs_padding_away_and_still_attends_to_the_right_columns
                 for cache in (ours, plain)
             )
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("use", ROUTES)
+def test_a_row_that_was_moved_because_its_neighbour_was_clustered_goes_on_as_alone(llama, prompt, use):
+    """Nothing of the row was merged, but its slots are no longer the columns that a mask or a crop would count."""
+    model, ids, new = llama(), torch.cat((prompt(40), prompt(40).flip(1))), prompt(3)
+    real = torch.ones(2, 40, dtype=torch.long)
+    real[0, 34:] = 0
+    cache, alone = CentroidCache(compressor(Budget.tokens(36)), interval=1000), DynamicCache(config=model.config)
+    with torch.no_grad(), used(model, use):
+        where = (real.cumsum(-1) - 1).clamp(min=0)
+        model(ids, attention_mask=real, position_ids=where, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([0]))
+        assert cache.stats().events == 0
+        with pytest.raises(CacheError, match="only the last 0"):
+            cache.crop(-1)  # the last column is padding, the last slot a token
+        mask, where = torch.cat((real[:1], torch.ones(1, 3, dtype=torch.long)), 1), torch.arange(34, 37)[None]
+        step = {"attention_mask": mask, "position_ids": where, "past_key_values": cache}
+        if not use:
+            with pytest.raises(CacheError, match="padding between real tokens"):
+                model(new, **step)
+            return
+        out = model(new, **step).logits
+        model(ids[:1, :34], past_key_values=alone)
+        assert torch.allclose(out, model(new, past_key_values=alone).logits, atol=1e-5)

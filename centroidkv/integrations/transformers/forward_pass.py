@@ -76,7 +76,7 @@ class ForwardPass:
         """Before the first compressed layer takes its tokens: read the mask, refuse one that cannot be obeyed."""
         mask = None if caller is None else caller.attention_mask
         self._sizes = {layer.physical for layer in layers}
-        self.clustered = any(layer.events for layer in layers)
+        self.clustered = any(layer.moved for layer in layers)
         self._mask, self._masked = weakly(mask), new > 1 if caller is None else mask is not None
         real = real_columns(mask, batch, new)
         start = layers[0].logical if layers else 0
