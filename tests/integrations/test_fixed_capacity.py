@@ -225,3 +225,26 @@ def test_generate_does_not_compile_a_growing_cache(llama, prompt):
         text = generate(model, ids, CentroidCache(SMALL, INTERVAL), new=4, backend="eager")
     assert torch.equal(text, expected)
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("use", [True, False], ids=["enable", "stock"])
+def test_a_single_token_with_a_mask_of_its_own_is_refused_and_nothing_is_lost(llama, prompt, use):
+    """Slots answer to their degrees alone in such a step, so what a mask hides would be seen all the same."""
+    model, cache, ids = llama(), fixed(), prompt(100)
+    with torch.no_grad(), enable(model) if use else contextlib.nullcontext():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+        before = cache.stats()
+        for changed in (0, 50, -1):
+            mask = torch.ones(1, 102, dtype=torch.long)
+            mask[:, changed] = 0
+            with pytest.raises(CacheError, match="mask hides"):
+                model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+            by_slot = torch.ones(1, 1, 1, cache.layers[0].growing.capacity, dtype=torch.bool)
+            by_slot[..., min(changed, 40) if changed >= 0 else cache.layers[0].growing.physical] = False
+            for own in (mask.bool()[:, None, None], by_slot):
+                with pytest.raises(CacheError, match="4-D attention mask"):
+                    model(ids[:, :1], attention_mask=own, position_ids=torch.tensor([[101]]), past_key_values=cache)
+        assert cache.stats() == before
+        model(ids[:, :1], attention_mask=torch.ones(1, 102, dtype=torch.long), past_key_values=cache)
+        assert cache.stats().logical == 102

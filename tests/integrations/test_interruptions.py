@@ -10,7 +10,8 @@ transformers = pytest.importorskip("transformers")
 from matrix_case import Case  # noqa: E402
 from matrix_models import FAMILIES  # noqa: E402
 
-from centroidkv.errors import BudgetNotMetWarning, CacheError  # noqa: E402
+from centroidkv.errors import BackendError, BudgetNotMetWarning, CacheError  # noqa: E402
+from centroidkv.integrations.transformers import enable  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 
@@ -33,6 +34,34 @@ def test_a_pass_that_stopped_after_a_sliding_layer_is_noticed(before):
         hook.remove()
         with pytest.raises(CacheError, match=r"reset\(\)"):
             case.forward(case.prompt(9), cache)
+
+
+def test_a_pass_that_stopped_between_two_sliding_layers_is_noticed():
+    """No layer is compressed: nobody but the first window can look."""
+    case = Case(FAMILIES["mistral-sliding"])
+    with case.attending("sdpa"):
+        with pytest.warns(BudgetNotMetWarning):
+            case.forward(case.prompt(20), cache := case.cache())
+        hook = case.model.model.layers[1].register_forward_pre_hook(lose)
+        with pytest.raises(ArithmeticError):
+            case.forward(case.prompt(3), cache)
+        hook.remove()
+        with pytest.raises(CacheError, match=r"reset\(\)"):
+            case.forward(case.prompt(1), cache)
+
+
+def test_a_refusal_in_the_middle_of_a_pass_says_that_a_reset_is_due():
+    """Another thread leaves ``enable`` while this one is between two layers."""
+    case = Case(FAMILIES["llama"])
+    with case.attending("eager", with_enable=False):
+        cache, handle = case.cache(), enable(case.model)
+        hook = case.model.model.layers[1].register_forward_pre_hook(lambda *_: handle.undo())
+        with pytest.raises(BackendError, match=r"would ignore the degrees.*reset\(\)"):
+            case.forward(case.prompt(9), cache)
+        hook.remove()
+        with pytest.raises(BackendError, match="would ignore the degrees"):  # of an empty one it need not be said
+            case.forward(case.prompt(9), fresh := case.cache())
+        assert not fresh.get_seq_length()
 
 
 def test_a_crop_by_a_tensor_leaves_whole_numbers():

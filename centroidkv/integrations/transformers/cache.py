@@ -14,9 +14,10 @@ from centroidkv.allocation import depths_of
 from centroidkv.cache import CacheStats, FixedState, GrowingState, Storage
 from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
+from centroidkv.errors import CentroidKVError
 from centroidkv.integrations.transformers import checks, saving
-from centroidkv.integrations.transformers.caller import find_queries
-from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_route, hand_over
+from centroidkv.integrations.transformers.caller import find_caller, find_queries
+from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_route, check_step
 from centroidkv.integrations.transformers.forward_pass import ForwardPass
 from centroidkv.integrations.transformers.heads import check_heads
 from centroidkv.integrations.transformers.layer import CentroidLayer
@@ -121,12 +122,9 @@ class CentroidCache(RefusesStates, Cache):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if layer is None or not layer.ready_for(key_states):
             return self._append(key_states, value_states, layer_idx, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            layer.growing.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs
-        shared = check_route(self._pass.config, shared_kwargs(kwargs), self._pass.padded)
-        keys, values, degree = layer.growing.step(key_states, value_states)
-        hand_over(degree, shared, self._pass.config, key_states.dtype)
-        return keys, values
+        if not torch.compiler.is_compiling() and self._leads(layer_idx):
+            check_step(find_caller(outward=True), layer, self._pass.columns, self._pass.by_handover)
+        return layer.step(key_states, value_states, shared_kwargs(kwargs), self._pass.config, self._pass.padded)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
         """(slots that the coming step attends to, offset); with a fixed capacity also the moment to cluster.
@@ -144,13 +142,22 @@ class CentroidCache(RefusesStates, Cache):
         checks.check_level({layer.growing.known_logical for layer in self.layers})
 
     @torch.compiler.disable
-    def _append(
+    def _append(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        try:
+            return self._take(*args, **kwargs)
+        except CentroidKVError as error:
+            checks.say_if_torn(error, self.layers)
+            raise
+
+    def _take(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if layer_idx < len(self.layers):
             checks.check_rows(self.layers[layer_idx], key_states.shape[0])
         if self._pass.config is None or self._leads(layer_idx):
             self._begin_pass(layer_idx, batch=key_states.shape[0], new=key_states.shape[2])
+        elif layer_idx == 0:  # a sliding window
+            checks.check_in_step(self.layers, 0, key_states.shape[2])
         checks.check_layer(layer_idx, len(self.layers))
         layer, shared, now = self.layers[layer_idx], shared_kwargs(kwargs), self._pass
         if not now.by_handover and self._compressed:  # the list of layers is made only where it is needed
@@ -257,12 +264,8 @@ class CentroidCache(RefusesStates, Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> CentroidCache:
         """A copy with its own tokens, of the same model: its configuration is shared, not frozen as it is now."""
         twin = type(self).__new__(type(self))
-        for shared in (
-            self._pass.config,
-            self._told,
-            self.compressor,
-            *(layer.compressor for layer in self._compressed),
-        ):
+        compressors = (self.compressor, *(layer.compressor for layer in self._compressed))
+        for shared in (self._pass.config, self._told, *compressors):
             memo[id(shared)] = shared
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
         return twin

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from centroidkv.cache import Storage
 from centroidkv.compressor import Compressor
-from centroidkv.errors import BackendError, CacheError, StageError
+from centroidkv.errors import BackendError, CacheError, CentroidKVError, StageError
 from centroidkv.integrations.transformers.caller import Caller
 from centroidkv.integrations.transformers.flow import REGROUPS, feeds_a_cache, why_not_straight
 from centroidkv.integrations.transformers.handover import LOST, POOLED, Handover, Step
@@ -55,6 +55,13 @@ def check_in_step(layers: Sequence[Any], leading: int, new: int) -> None:
     """
     ahead = {layer.get_seq_length() - new for layer in layers[:leading]}
     check_level(ahead | {_tokens(layer) for layer in layers[leading:]})
+
+
+def say_if_torn(error: CentroidKVError, layers: Sequence[Any]) -> None:
+    """Add to a refusal in the middle of a forward pass that some layers have taken its tokens, so reset() is due."""
+    message = str(error)
+    if len({_tokens(layer) for layer in layers}) > 1 and "reset()" not in message:
+        error.args = (f"{message}. Some layers have seen this step's tokens by now: reset() the cache first",)
 
 
 def _tokens(layer: Any) -> int:

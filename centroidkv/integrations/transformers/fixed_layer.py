@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from centroidkv.cache import FixedState
-from centroidkv.errors import BackendError
+from centroidkv.cache.columns import Columns
+from centroidkv.errors import BackendError, CacheError
 from centroidkv.integrations.transformers.attention import FIXED_DEGREE, takes_tags
+from centroidkv.integrations.transformers.caller import Caller
+from centroidkv.integrations.transformers.checks import check_padding_mask
+from centroidkv.integrations.transformers.handover import LOST
 from centroidkv.integrations.transformers.layer import CentroidLayer
+from centroidkv.integrations.transformers.masks import as_additive, is_made_from_padding
 from centroidkv.integrations.transformers.release import STOCK_TAKES_BIAS, query_groups, query_length
+
+ONE_TOKEN = (
+    "with capacity='fixed' a step of one token is real in every row and sees all old tokens but their padding. Pass "
+    "the 2-D mask as it was, with 1 for the new token, or use capacity='growing'"
+)
 
 
 class FixedLayer(CentroidLayer):
@@ -25,6 +36,17 @@ class FixedLayer(CentroidLayer):
     def ready_for(self, keys: Tensor) -> bool:
         """Whether this is a decoding step: one token, and there are buffers to write it to."""
         return keys.shape[2] == 1 and self.growing.slots is not None
+
+    def step(
+        self, keys: Tensor, values: Tensor, shared: dict[str, Any] | None, config: Any, padded: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Append one token; its degrees go into ``shared``, the attention's keyword arguments. Traceable."""
+        if not torch.compiler.is_compiling():
+            self.growing.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs
+        shared = check_route(config, shared, padded)
+        held, held_values, degree = self.growing.step(keys, values)
+        _hand_over(degree, shared, config, keys.dtype)
+        return held, held_values
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
         """(C, 0) for decoding steps, whatever the number of tokens; as in a growing layer for longer pieces.
@@ -41,6 +63,34 @@ class FixedLayer(CentroidLayer):
         of a compiled step. A copy, because the next step counts on in place.
         """
         return self.growing.logical if self.growing.slots is None else self.growing.slots.tokens.clone()
+
+
+def check_step(caller: Caller | None, layer: FixedLayer, columns: Columns, ours: bool) -> None:
+    """Refuse a mask that a step of one token cannot obey; only where there is no graph, in which it could not be seen.
+
+    Such a step shows every row its new token and all it has seen but ``columns``' padding: by degrees alone if the
+    attention is ``ours``.
+
+    Raises:
+        CacheError: the mask hides the new token, or says something else of the old ones.
+    """
+    mask = None if caller is None else caller.padding_mask
+    if mask is not None:
+        old = mask.shape[1] - 1
+        check_padding_mask(mask, columns.between(0, old), old)
+        if bool((mask[:, -1:] == 0).any()):
+            raise CacheError(f"the attention mask hides the new token of a row; {ONE_TOKEN}. {LOST}")
+    mask = None if caller is None else caller.attention_mask
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or is_made_from_padding(mask):
+        return
+    assert layer.growing.slots is not None  # or it would be no step
+    used, wide = int(layer.growing.slots.cursor), mask.shape[-1] == layer.growing.capacity
+    content = as_additive(mask[..., : used + 1] if wide else mask, torch.float32)
+    if not (wide or ours) or bool((content != 0).any()):
+        raise CacheError(
+            f"a 4-D attention mask of {mask.shape[-1]} columns for {layer.growing.capacity} slots, or one that hides "
+            f"or weighs a token, cannot be obeyed here; {ONE_TOKEN}. {LOST}"
+        )
 
 
 def check_route(config: Any, shared: dict[str, Any] | None, padded: bool) -> dict[str, Any]:
@@ -68,7 +118,7 @@ def check_route(config: Any, shared: dict[str, Any] | None, padded: bool) -> dic
     return shared
 
 
-def hand_over(degree: Tensor, shared: dict[str, Any], config: Any, dtype: Any) -> None:
+def _hand_over(degree: Tensor, shared: dict[str, Any], config: Any, dtype: Any) -> None:
     """Put ``degree [B, H, C]`` where the attention of this step finds it. Traceable."""
     if takes_tags(config):
         shared[FIXED_DEGREE] = degree
