@@ -31,7 +31,6 @@ from centroidkv import Compressor, KVState, presets
 from centroidkv.cli.demo import format_table
 from centroidkv.integrations.transformers import load_named
 from centroidkv.integrations.vllm import ServingOptions
-from centroidkv.integrations.vllm.cluster import at_full_speed
 
 TAIL = 100
 """Tokens that are read after a compressed cache."""
@@ -62,7 +61,7 @@ def states_of(filled: Prefill, compressor: Compressor, noise: float, seed: int) 
     for layer in filled.layers:
         keys = layer.keys * (1 + noise * torch.randn(layer.keys.shape, generator=chance))
         state = KVState.from_kv(keys, layer.values, rotary=filled.rotary)
-        states.append(at_full_speed(compressor, keys, layer.values)(state))
+        states.append(compressor.with_(backend="fastest")(state))
     return states
 
 

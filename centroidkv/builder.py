@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from centroidkv.aggregate import DegreeWeightedMean
 from centroidkv.allocation import Even
-from centroidkv.compressor import Compressor
-from centroidkv.errors import BackendError, StageError
 from centroidkv.matching import BipartiteSoftMatching
-from centroidkv.native import why_not_native
 from centroidkv.partition import Alternating
 from centroidkv.preserve import Recent, Sinks
-from centroidkv.preserve.union import MaskPreserver, Union
 from centroidkv.records import Budget
-from centroidkv.rounds import why_not_settings
 from centroidkv.schedule import LinearAnnealing
 from centroidkv.similarity import Cosine
 
-BACKENDS = ("auto", "reference", "blocked", "native", "triton")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Builder:
-    """Every method returns a new builder with one part replaced; :meth:`build` checks the whole.
+class Builder(Generic[Made]):
+    """Every method returns a new builder with one part replaced; :meth:`build` makes the whole, which checks itself.
 
     Defaults are the paper's method: sinks and recent tokens preserved, alternation in chunks, cosine, bipartite soft
     matching, degree-weighted mean, linear annealing, an even allocation. The numbers are ours (README, "Choosing").
@@ -35,6 +31,8 @@ class Builder:
     Halves(chunk_size=64)
     """
 
+    make: Callable[..., Made]
+    """Takes the parts by name; :class:`~centroidkv.Compressor` is what makes them one."""
     parts: dict[str, Any] = field(
         default_factory=lambda: {
             "preserve": (Sinks(4), Recent(64)),
@@ -48,100 +46,53 @@ class Builder:
         }
     )
 
-    def preserve(self, *preservers: Any) -> Builder:
+    def preserve(self, *preservers: Any) -> Builder[Made]:
         """Slots to set aside: any number of preservers, or functions ``state -> mask``; none = nothing is set aside."""
         return self._with("preserve", preservers)
 
-    def partition(self, partition: Any) -> Builder:
+    def partition(self, partition: Any) -> Builder[Made]:
         """How slots split into sources and targets: a Partitioner, or a function ``length -> (sources, targets)``."""
         return self._with("partition", partition)
 
-    def similarity(self, similarity: Any) -> Builder:
+    def similarity(self, similarity: Any) -> Builder[Made]:
         """How alike keys are: a Similarity, or a function ``(a, b) -> scores``."""
         return self._with("similarity", similarity)
 
-    def matching(self, matching: Any) -> Builder:
+    def matching(self, matching: Any) -> Builder[Made]:
         """Which slots join which: a Matcher."""
         return self._with("matching", matching)
 
-    def aggregate(self, aggregate: Any) -> Builder:
+    def aggregate(self, aggregate: Any) -> Builder[Made]:
         """What a cluster becomes: an Aggregator."""
         return self._with("aggregate", aggregate)
 
-    def schedule(self, schedule: Any) -> Builder:
+    def schedule(self, schedule: Any) -> Builder[Made]:
         """How much each round removes: a Schedule, or a function ``round -> rate``."""
         return self._with("schedule", schedule)
 
-    def budget(self, budget: Budget | float) -> Builder:
+    def budget(self, budget: Budget | float) -> Builder[Made]:
         """How many slots may stay: a Budget; a float is a ratio, an int a number of slots."""
         return self._with("budget", budget)
 
-    def allocation(self, allocation: Any) -> Builder:
+    def allocation(self, allocation: Any) -> Builder[Made]:
         """How layers share the budget: an Allocation, or a function ``depths -> shares``. Even by default."""
         return self._with("allocation", allocation)
 
-    def _with(self, name: str, value: Any) -> Builder:
+    def _with(self, name: str, value: Any) -> Builder[Made]:
         return replace(self, parts={**self.parts, name: value})
 
-    def build(self, backend: str = "auto") -> Compressor:
-        """Check all parts together and assemble them.
+    def build(self, backend: str = "auto") -> Made:
+        """Assemble the parts, which checks them all together.
 
         Args:
             backend: "reference" (stage by stage, the definition), "blocked" (the same on the CPU with fewer passes over
                 memory), "native" (the same, compiled on this machine by its C++ compiler when it is first asked for),
-                "triton" (kernels), or "auto" (the fastest for these parts and the device of the state at hand that
-                needs no compiler; ``compressor.runs_on(device)`` says which).
+                "triton" (kernels), "auto" (the fastest for these parts and the state at hand that needs no compiler;
+                ``compressor.runs_on(device)`` says which), or "fastest" (with compiled rounds where they can be had).
 
         Raises:
             StageError: a part does not fit its family.
             BudgetError: a token budget cannot hold what is to be preserved, or shares add up to more than all of it.
             BackendError: an unknown or unavailable back end.
         """
-        parts = dict(self.parts)
-        for name in ("partition", "similarity", "matching", "aggregate", "schedule", "allocation"):
-            _check_callable(name, parts[name])
-        members = tuple(_preserver(member) for member in parts.pop("preserve"))
-        budget = Budget.of(parts.pop("budget"))
-        compressor = Compressor(preservers=Union(members), budget=budget, backend=backend, **parts)
-        _check_backend(compressor)
-        compressor.preservers.check_budget(budget, evicts=bool(getattr(compressor.matching, "evicts", False)))
-        return compressor
-
-
-def _check_callable(name: str, part: Any) -> None:
-    if isinstance(part, type):
-        raise StageError(f"{name} got the class {part.__name__}; pass an instance: .{name}({part.__name__}())")
-    if not callable(part):
-        raise StageError(
-            f"{name} needs an object that can be called as centroidkv.protocols describes for its family, got {part!r}"
-        )
-
-
-def _preserver(member: Any) -> Any:
-    if isinstance(member, type):
-        raise StageError(f"preserve got the class {member.__name__}; pass an instance: {member.__name__}(...)")
-    if hasattr(member, "select") and hasattr(member, "count"):
-        if not hasattr(member, "share"):
-            raise StageError(f"{member!r} must say its `share` of the free budget, or `share = None` for a fixed count")
-        return member
-    if callable(member):
-        return MaskPreserver(member)
-    raise StageError(f"preserve takes preservers such as Sinks(4) or functions state -> mask [B, H, T], got {member!r}")
-
-
-def _check_backend(compressor: Compressor) -> None:
-    backend = compressor.backend
-    if backend not in BACKENDS:
-        raise BackendError(f"backend is one of {BACKENDS}, got {backend!r}")
-    fast = compressor.fast_path
-    if backend in ("blocked", "native", "triton") and isinstance(fast, str):
-        raise BackendError(f"backend={backend!r} was asked for, but {fast}; use backend='auto' or 'reference'")
-    if backend == "native" and not isinstance(fast, str):
-        reason = why_not_settings(fast) or why_not_native()
-        if reason is not None:
-            raise BackendError(f"backend='native' was asked for, but {reason}; use backend='auto'")
-    if backend == "triton" and not isinstance(fast, str) and not fast.kernels:
-        raise BackendError(
-            "backend='triton' was asked for, but there are kernels for Cosine() with BipartiteSoftMatching() only, not "
-            f"for {compressor.similarity!r} with {compressor.matching!r}; use backend='auto'"
-        )
+        return self.make(backend=backend, **self.parts)

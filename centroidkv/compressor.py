@@ -5,34 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from centroidkv.allocation import Even, spread
+from centroidkv.assembly import CALLED, as_preservers, check_backend, check_part
+from centroidkv.builder import Builder
 from centroidkv.dense import map_dense
 from centroidkv.errors import BudgetError, BudgetNotMetWarning, ShapeError, StageError
 from centroidkv.guards import in_own_types, refuse_gradients
-from centroidkv.kernels import why_not_triton
 from centroidkv.preserve.union import Union
 from centroidkv.protocols import Aggregator, Allocation, Matcher, Partitioner, Schedule, Similarity
 from centroidkv.records import Budget, Plan
-from centroidkv.rounds import (
-    Settings,
-    Stages,
-    blocked_rounds,
-    kernels_take,
-    native_rounds,
-    reference_rounds,
-    settings_of,
-    triton_rounds,
-)
+from centroidkv.rounds import ORDERS, Stages, reasons, run_first
 from centroidkv.schedule import plan_sizes
 from centroidkv.state import KVState
-
-if TYPE_CHECKING:
-    from centroidkv.builder import Builder
+from centroidkv.traits import AllocationTraits, LookingTraits, MatcherTraits, SimilarityTraits
 
 EVEN = Even()
 _PARTS = ("partition", "similarity", "matching", "aggregate", "schedule", "budget", "allocation")
@@ -44,7 +34,8 @@ class Compressor:
 
     Build one with :meth:`builder` or take one from :mod:`centroidkv.presets`. A compressor holds no state: the same
     input gives the same output, bit for bit on one device, and one object serves all layers and sequences. A call
-    takes the budget as it is; a cache or a press, which has several layers, asks :meth:`for_layers` first.
+    takes the budget as it is; a cache or a press, which has several layers, asks :meth:`for_layers` first. However a
+    compressor is made, it checks its parts: StageError, BudgetError and BackendError as of :meth:`Builder.build`.
 
     >>> import torch
     >>> from centroidkv import Budget, Compressor, KVState
@@ -64,12 +55,36 @@ class Compressor:
     backend: str = "auto"
     allocation: Allocation = EVEN
 
-    @staticmethod
-    def builder() -> Builder:
-        """A :class:`~centroidkv.builder.Builder` with the paper's method as its default parts."""
-        from centroidkv.builder import Builder  # builder imports this module
+    def __post_init__(self) -> None:
+        for name in CALLED:
+            check_part(name, getattr(self, name))
+        # Frozen for everyone else: a list of preservers or a plain number are brought into their form here.
+        object.__setattr__(self, "preservers", as_preservers(self.preservers))
+        object.__setattr__(self, "budget", Budget.of(self.budget))
+        check_backend(self.backend, self.stages)
+        self.preservers.check_budget(self.budget, evicts=self.evicts)
 
-        return Builder()
+    @staticmethod
+    def builder() -> Builder[Compressor]:
+        """A :class:`~centroidkv.builder.Builder` with the paper's method as its default parts."""
+        return Builder(lambda preserve, **parts: Compressor(preservers=preserve, **parts))
+
+    def with_(self, **parts: Any) -> Compressor:
+        """The same compressor with some parts replaced: any of the builder's, by the same names, and ``backend``.
+
+        >>> from centroidkv import presets
+        >>> from centroidkv.matching import Evict
+        >>> presets.centroidkv(0.25).with_(matching=Evict(), budget=0.5).budget
+        Budget.ratio(0.5)
+
+        Raises what :meth:`Builder.build` raises, and StageError if no part is called so.
+        """
+        names = ("preserve", *_PARTS, "backend")
+        if unknown := sorted(parts.keys() - set(names)):
+            raise StageError(f"a compressor has no part {', '.join(map(repr, unknown))}; its parts are {names}")
+        if "preserve" in parts:
+            parts["preservers"] = parts.pop("preserve")
+        return replace(self, **parts)
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -102,45 +117,40 @@ class Compressor:
             StageError: not one positive share per layer, or their mean is not 1.
             BudgetError: a layer's number of slots cannot hold what is to be preserved.
         """
-        layers = [replace(self, budget=b, allocation=EVEN) for b in spread(self.budget, self.allocation, depths)]
-        for layer in layers:
-            layer.preservers.check_budget(layer.budget, evicts=not self._least_room)
-        return layers
+        return [self.with_(budget=b, allocation=EVEN) for b in spread(self.budget, self.allocation, depths)]
 
     @property
     def even(self) -> bool:
         """Whether all layers get the same budget, as the allocation's attribute ``even`` says."""
-        return bool(getattr(self.allocation, "even", False))
+        return bool(AllocationTraits.of(self.allocation).even)
 
-    def fits(self, tokens: int, slots: int | None = None) -> bool:
+    def fits(self, tokens: int, slots: int | None = None, budget: Budget | None = None) -> bool:
         """Whether the budget of such a row leaves room beyond what must be preserved (cheaper than a plan).
 
-        True as well where only the data can tell, because a preserver is a plain function.
+        Of another ``budget`` if given. True as well where only the data can tell: a preserver is a plain function.
         """
         slots = tokens if slots is None else slots
-        budget = self.budget.slots(tokens)
+        room = (self.budget if budget is None else budget).slots(tokens)
         if not self.preservers.countable:
             return True
-        preserved = self.preservers.count(slots, budget)
-        return preserved < slots and budget - preserved >= self._least_room
+        preserved = self.preservers.count(slots, room)
+        return preserved < slots and room - preserved >= (not self.evicts)
 
     @property
-    def _least_room(self) -> int:
-        """Slots a budget must leave beyond the preserved ones: a centroid, unless everything else is evicted."""
-        return 0 if getattr(self.matching, "evicts", False) else 1
+    def evicts(self) -> bool:
+        """Whether slots leave without joining others. A budget must else leave room for one centroid at least."""
+        return bool(MatcherTraits.of(self.matching).evicts)
 
     def _plan(self, slots: int, budget: int, preserved: int) -> Plan:
-        room, least = budget - preserved, self._least_room
+        room, least = budget - preserved, int(not self.evicts)
         if preserved < slots and room < least:
             raise BudgetError(
                 f"a budget of {budget} slots ({self.budget!r}) cannot hold the {preserved} preserved slots "
-                f"{self._preserved_names()}{' and at least one centroid' if least else ''} of a row with {slots} "
-                f"slots; raise the budget to at least {preserved + least}, or preserve less"
+                f"({' + '.join(map(repr, self.preservers.members)) or 'none'})"
+                f"{' and at least one centroid' if least else ''} of a row with {slots} slots; raise the budget to at "
+                f"least {preserved + least}, or preserve less"
             )
         return Plan(slots, budget, preserved, plan_sizes(self.schedule, slots - preserved, room, self.stages.capacity))
-
-    def _preserved_names(self) -> str:
-        return "(" + (" + ".join(map(repr, self.preservers.members)) or "none") + ")"
 
     # -- compressing ----------------------------------------------------------------------------------------------
 
@@ -174,7 +184,7 @@ class Compressor:
         refuse_gradients("compressing", state.keys, state.values)
         state.validate()
         live = state.live.sum(-1)
-        if getattr(self.similarity, "heads", "each") == "mean" and not bool((live == live[:, :1]).all()):
+        if SimilarityTraits.of(self.similarity).heads == "mean" and not bool((live == live[:, :1]).all()):
             raise StageError(
                 f"{self.similarity!r} makes one decision for all heads, but the heads of a row hold different numbers "
                 "of slots (an earlier threshold?); use heads='each'"
@@ -215,15 +225,9 @@ class Compressor:
         return result
 
     def _rounds(self, state: KVState, free: Tensor, sizes: tuple[int, ...]) -> KVState:
-        backend, fast = self.runs_on(state.keys.device), self.fast_path
-        if backend == "triton" and self.backend == "auto" and not kernels_take(state):
-            backend = "reference"
-        ready = self.stages.prepare(state, free)
-        if isinstance(fast, str) or backend == "reference" or not sizes:
-            result = reference_rounds(self.stages, ready, free, sizes)
-        else:
-            fast_rounds = {"blocked": blocked_rounds, "native": native_rounds, "triton": triton_rounds}
-            result = fast_rounds[backend](ready, free, sizes, fast)
+        if not sizes:
+            return state
+        result = run_first(ORDERS[self.backend], self.stages, self.stages.prepare(state, free), free, sizes)
         # What stages add for their own use is gone afterwards; importance the caller set is carried on.
         kept = {name: result.slot_data[name] for name in state.slot_data}
         return replace(result, slot_data=kept, head_data=state.head_data)
@@ -235,59 +239,54 @@ class Compressor:
         """The stages of a round."""
         return Stages(self.partition, self.similarity, self.matching, self.aggregate)
 
-    @property
-    def fast_path(self) -> Settings | str:
-        """What fast paths need to know about the stages, or why there is none for them."""
-        return settings_of(self.partition, self.similarity, self.matching, self.aggregate)
-
-    def runs_on(self, device: torch.device | str) -> str:
-        """The back end that compresses states on ``device``: what "auto" chooses, else the one asked for.
-
-        "auto" takes kernels on GPUs and blocked rounds on the CPU where the stages have them, and carries the stages
-        out one by one otherwise (on a GPU also for float64, for keys or values of more than 256 channels, and for keys
-        of another type than the values).
+    def runs_on(self, place: torch.device | str | KVState) -> str:
+        """The back end that compresses states on a device, or this state: the first that can, or what was asked for.
 
         >>> from centroidkv import presets
         >>> presets.centroidkv().runs_on("cpu"), presets.tome().runs_on("cpu")
         ('blocked', 'reference')
         """
-        fast, kind = self.fast_path, torch.device(device).type
-        if self.backend != "auto":
-            return self.backend
-        if isinstance(fast, str):
-            return "reference"
-        if kind == "cpu":
-            return "blocked"
-        return "triton" if fast.kernels and why_not_triton(device) is None else "reference"
+        order = ORDERS[self.backend]
+        return order[min(len(self.why_not(place)), len(order) - 1)].name
+
+    def why_not(self, place: torch.device | str | KVState) -> dict[str, str]:
+        """Why the back ends that come before :meth:`runs_on`'s answer are passed over on a device, or for this state.
+
+        >>> from centroidkv import presets
+        >>> presets.tome().why_not("cpu")["blocked"]
+        'fast paths pair neighbours inside chunks of a fixed size, not by Alternating(chunk_size=None)'
+        """
+        return reasons(ORDERS[self.backend], self.stages, place if isinstance(place, KVState) else torch.device(place))
 
     @property
     def plannable(self) -> bool:
         """Whether sizes are known ahead of the data: no threshold, no plain function as preserver."""
-        return bool(getattr(self.matching, "exact", True)) and self.preservers.countable
+        return bool(MatcherTraits.of(self.matching).exact) and self.preservers.countable
 
     @property
     def needs_rotary(self) -> bool:
         """Whether a stage compares or scores keys before RoPE, so that states must carry ``rotary``."""
-        stages = (self.matching, *self.preservers.members)
-        return (
-            getattr(self.similarity, "rope", "after") == "before"
-            or self.needs_queries
-            or any(getattr(stage, "needs_rotary", False) for stage in stages)
-        )
+        before = SimilarityTraits.of(self.similarity).rope == "before"
+        return before or self.needs_queries or any(said.needs_rotary for said in self._looking)
 
     @property
     def needs_queries(self) -> bool:
         """Whether a stage looks at the model's queries, so that states must carry them (``centroidkv.queries``)."""
-        stages = (self.similarity, self.matching, *self.preservers.members)
-        return any(getattr(stage, "needs_queries", False) for stage in stages)
+        return any(said.needs_queries for said in self._looking)
 
     @property
     def pools_heads(self) -> bool:
         """Whether a stage decides for several KV heads together, so that it has to see all heads of a layer."""
-        stages = (self.similarity, self.matching, *self.preservers.members)
-        return getattr(self.similarity, "heads", "each") == "mean" or any(
-            getattr(stage, "pools_heads", False) for stage in stages
-        )
+        return self.one_decision or any(said.pools_heads for said in self._looking)
+
+    @property
+    def one_decision(self) -> bool:
+        """Whether all heads of a layer merge the same slots."""
+        return SimilarityTraits.of(self.similarity).heads == "mean"
+
+    @property
+    def _looking(self) -> list[LookingTraits]:
+        return [LookingTraits.of(stage) for stage in (self.similarity, self.matching, *self.preservers.members)]
 
     def __repr__(self) -> str:
         preserve = ", ".join(map(repr, self.preservers.members)) or "nothing"

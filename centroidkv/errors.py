@@ -46,6 +46,10 @@ class StageError(CentroidKVError):
     """A stage does not satisfy its protocol, or returned something its family must not return."""
 
 
+class BackendWarning(UserWarning):
+    """A back end found while it ran that the numbers are beyond it, and another one did the work."""
+
+
 class BackendError(CentroidKVError):
     """The requested back end is unknown, unavailable, or would ignore the degrees."""
 

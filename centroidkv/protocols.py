@@ -15,6 +15,7 @@ from torch import Tensor
 from centroidkv.errors import StageError
 from centroidkv.records import Assignment, Partition
 from centroidkv.state import KVState
+from centroidkv.traits import MatcherTraits
 
 
 @runtime_checkable
@@ -137,10 +138,10 @@ def split_slots(partitioner: Any, length: int) -> Partition:
 
 def matcher_capacity(matcher: Any, partition: Partition) -> int:
     """The most slots that one round of ``matcher`` can remove, by the capabilities it declares."""
-    if getattr(matcher, "needs_partition", True):
+    said = MatcherTraits.of(matcher)
+    if said.needs_partition:
         return partition.capacity
-    own = getattr(matcher, "capacity", None)
-    return own(partition.length) if own else max(partition.length - 1, 0)
+    return max(partition.length - 1, 0) if said.capacity is None else said.capacity(partition.length)
 
 
 def check_assignment(matcher: Any, assignment: Assignment, edges: int) -> None:
@@ -150,12 +151,13 @@ def check_assignment(matcher: Any, assignment: Assignment, edges: int) -> None:
         StageError: it removed another number of slots than ``edges``, or evicts without saying so.
     """
     left = (~assignment.stays).sum(-1)
-    exact = getattr(matcher, "exact", True)
+    said = MatcherTraits.of(matcher)
+    exact = said.exact
     if not bool((left == edges).all() if exact else (left <= edges).all()):
         raise StageError(
             f"{matcher!r} was asked to remove {'exactly' if exact else 'at most'} {edges} of "
             f"{assignment.joins.shape[-1]} slots per head, it removed {int(left.min())} to {int(left.max())}"
             + ("; declare `exact = False` if it may remove fewer" if exact else "")
         )
-    if not getattr(matcher, "evicts", False) and bool(assignment.evicted.any()):
+    if not said.evicts and bool(assignment.evicted.any()):
         raise StageError(f"{matcher!r} evicts slots without saying so; declare `evicts = True` if it means to")

@@ -65,12 +65,7 @@ class AtRandom:
 
 def like_the_paper(budget: Budget, **parts: Any) -> Compressor:
     """The paper's preset with other parts."""
-    preset = presets.centroidkv(budget)
-    builder = Compressor.builder().preserve(*preset.preservers.members).partition(preset.partition)
-    builder = builder.schedule(preset.schedule).budget(budget)
-    for name, part in parts.items():
-        builder = getattr(builder, name)(part)
-    return builder.build()
+    return presets.centroidkv(budget).with_(**parts)
 
 
 CLUSTERINGS: dict[str, Callable[[Budget], Compressor]] = {

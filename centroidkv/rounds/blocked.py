@@ -10,17 +10,20 @@ round only) and its merged rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from centroidkv.errors import BackendError, NonFiniteError
+from centroidkv.errors import NonFiniteError
 from centroidkv.matching.bipartite import share_out
 from centroidkv.ranges import in_hull
+from centroidkv.rounds.backend import Backend
 from centroidkv.rounds.scorers import Scorer
+from centroidkv.rounds.settings import Settings, why_no_settings
+from centroidkv.rounds.stages import Stages
 from centroidkv.rounds.threads import in_parallel
 from centroidkv.state import IMPORTANCE, KVState, accumulation_dtype, gather_slots
 
@@ -32,49 +35,16 @@ MOVE = 2048
 """Rows moved at once when a buffer is compacted in place."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the stages decide, as fast paths need to know it.
-
-    Args:
-        chunk: slots per chunk.
-        rank: over the whole "sequence", or within each "chunk".
-        mass: the slot data that the scorer sees in place of degrees.
-        scorer: makes the scorer of a group of heads (rows times heads).
-        cosine: whether it is soft matching by cosine, for which there are compiled rounds.
-        step: what similarities are rounded to multiples of, if anything.
-    """
-
-    chunk: int
-    rank: str
-    mass: str | None
-    scorer: Callable[[KVState, slice], Scorer]
-    cosine: bool
-    step: float | None = None
-
-    @property
-    def kernels(self) -> bool:
-        """Whether there are Triton kernels for the combination."""
-        return self.cosine and self.step is None
-
-
 @torch.no_grad()
 def blocked_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: Settings) -> KVState:
     """Bring the ``free [B, H, T]`` slots of ``state`` to ``sizes`` slots, one round per size; the others stay.
 
     Args:
-        state: live slots only; every head has the same number of free ones, sizes[j-1] >= sizes[j] >= half of it.
+        state: on the CPU, live slots only; every head has the same number of free ones.
         free: bool.
-        sizes: free slots after each round.
-        settings: see :class:`Settings`.
-
-    Raises:
-        BackendError: the state is not on the CPU.
+        sizes: free slots after each round; sizes[j-1] >= sizes[j] >= half of it.
+        settings: see :class:`~centroidkv.rounds.settings.Settings`.
     """
-    if state.keys.device.type != "cpu":
-        raise BackendError(
-            f"backend='blocked' is for the CPU, the state is on {state.keys.device}; use backend='auto' or 'triton'"
-        )
     batch, heads, slots, size = state.keys.shape
     begin = int(free[0, 0].sum())
     steps = [left for before, left in pairwise((begin, *sizes)) if left < before]
@@ -269,3 +239,21 @@ def _move_up(x: Tensor, keep: Tensor, first: int, into: Tensor) -> Tensor:
         part = keep[begin : begin + MOVE]
         result[begin : begin + len(part)] = x.index_select(0, part)
     return result
+
+
+class Blocked(Backend):
+    """The blocked rounds as a back end."""
+
+    name = "blocked"
+
+    def why_not(self, stages: Stages) -> str | None:
+        return why_no_settings(stages)
+
+    def why_not_on(self, device: torch.device) -> str | None:
+        return None if device.type == "cpu" else f"it is for the CPU, the state is on {device}"
+
+    def run(self, stages: Stages, state: KVState, free: Tensor, sizes: Sequence[int]) -> KVState:
+        return blocked_rounds(state, free, sizes, Settings.of(stages))
+
+
+BLOCKED = Blocked()

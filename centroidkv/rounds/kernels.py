@@ -10,23 +10,18 @@ from torch import Tensor
 
 from centroidkv.aggregate.segments import add_importance
 from centroidkv.dense import merge_sorted
-from centroidkv.errors import BackendError
-from centroidkv.kernels import LARGEST_SIZE, TYPES
+from centroidkv.kernels import LARGEST_SIZE, TYPES, why_not_triton
 from centroidkv.matching.bipartite import share_out
 from centroidkv.matching.candidates import Candidates, best
 from centroidkv.records import Assignment
-from centroidkv.rounds.blocked import Settings
+from centroidkv.rounds.backend import Backend
+from centroidkv.rounds.settings import COSINE_SOFT, Settings, formulas, why_no_settings
+from centroidkv.rounds.stages import Stages
 from centroidkv.state import KVState, gather_slots
+from centroidkv.traits import SimilarityTraits
 
 LARGEST_FUSED_CHUNK = 256
 """Slots per chunk that one program of the fused round holds."""
-
-
-def kernels_take(state: KVState) -> bool:
-    """Whether the kernels are written for keys and values of these types and sizes."""
-    sizes = (state.keys.shape[-1], state.values.shape[-1])
-    one_type = state.keys.dtype == state.values.dtype
-    return one_type and state.keys.dtype in TYPES and min(sizes) > 0 and max(sizes) <= LARGEST_SIZE
 
 
 @torch.no_grad()
@@ -40,16 +35,8 @@ def triton_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: 
         state: live slots only; every head has the same number of free ones.
         free: bool.
         sizes: free slots after each round.
-        settings: see :class:`~centroidkv.rounds.blocked.Settings`; a combination that has kernels.
-
-    Raises:
-        BackendError: the kernels cannot run on this device, or not on keys or values of these types or sizes.
+        settings: see :class:`~centroidkv.rounds.settings.Settings`; of a combination that has kernels.
     """
-    if state.keys.dtype != state.values.dtype:
-        raise BackendError(
-            f"backend='triton' was asked for, but its kernels take keys and values of one type, got {state.keys.dtype} "
-            f"and {state.values.dtype}; use backend='auto'"
-        )
     order = (~free).byte().argsort(dim=-1, stable=True)
     count = int(free[0, 0].sum())
     kept, body = state.select(order[..., count:]), state.select(order[..., :count])
@@ -109,3 +96,36 @@ def _sources_per_chunk(slots: int, chunk: int) -> list[int]:
     """Sources of every chunk that has a target: half of it, the odd one included."""
     full, tail = divmod(slots, chunk)
     return [(chunk + 1) // 2] * full + [(tail + 1) // 2] * (tail > 1)
+
+
+class Triton(Backend):
+    """The kernels as a back end."""
+
+    name = "triton"
+
+    def why_not(self, stages: Stages) -> str | None:
+        known = formulas(stages) == COSINE_SOFT and SimilarityTraits.of(stages.similarity).step is None
+        return why_no_settings(stages) or (None if known else (
+            "there are kernels for Cosine() with BipartiteSoftMatching() only, not for "
+            f"{stages.similarity!r} with {stages.matching!r}"
+        ))  # fmt: skip
+
+    def why_not_on(self, device: torch.device) -> str | None:
+        return why_not_triton(device)
+
+    def why_not_these(self, state: KVState) -> str | None:
+        keys, values = state.keys, state.values
+        if keys.dtype != values.dtype:
+            return f"its kernels take keys and values of one type, got {keys.dtype} and {values.dtype}"
+        if keys.dtype not in TYPES:
+            return f"its kernels take {', '.join(map(str, TYPES))}, got {keys.dtype}"
+        sizes = (keys.shape[-1], values.shape[-1])
+        if not 0 < min(sizes) <= max(sizes) <= LARGEST_SIZE:
+            return f"its kernels hold rows of 1 to {LARGEST_SIZE} entries, got keys of {sizes[0]}, values of {sizes[1]}"
+        return None
+
+    def run(self, stages: Stages, state: KVState, free: Tensor, sizes: Sequence[int]) -> KVState:
+        return triton_rounds(state, free, sizes, Settings.of(stages))
+
+
+TRITON = Triton()

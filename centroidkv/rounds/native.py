@@ -13,32 +13,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from centroidkv.errors import BackendError
-from centroidkv.native import TYPES, Rounds, address, carried_out, library, why_not_these
-from centroidkv.rounds.blocked import Settings, blocked_rounds
+from centroidkv.native import TYPES, Rounds, address, carried_out, library, why_not_native, why_not_these
+from centroidkv.rounds.backend import Backend, OutOfReach
+from centroidkv.rounds.settings import COSINE_SOFT, Settings, formulas, why_no_settings
+from centroidkv.rounds.stages import Stages
 from centroidkv.state import KVState
-
-
-def why_not_settings(settings: Settings) -> str | None:
-    """Why the native rounds cannot carry out these stages; None if they can."""
-    return None if settings.cosine else "it knows Cosine() with BipartiteSoftMatching() only"
 
 
 @torch.no_grad()
 def native_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: Settings) -> KVState:
-    """As :func:`~centroidkv.rounds.blocked.blocked_rounds`, which takes over near the ends of float32's range.
-
-    That is where norms cannot be squared, or differences of values overflow.
+    """As :func:`~centroidkv.rounds.blocked.blocked_rounds`, of cosine soft matching.
 
     Raises:
-        BackendError: the library does not take such keys or stages, or there is none.
+        OutOfReach: near the ends of float32's range, where norms cannot be squared or differences of values overflow.
         MemoryError: the library found too little memory for its work.
     """
-    reason = why_not_these(state.keys, state.values) or why_not_settings(settings)
-    if reason is None and state.slot_data:
-        reason = f"it knows no slot data, and these slots carry {sorted(state.slot_data)}"
-    if reason is not None:
-        raise BackendError(f"backend='native' was asked for, but {reason}; use backend='auto'")
     batch, heads, slots, size = state.keys.shape
     begin = int(free[0, 0].sum())
     steps = [before - left for before, left in pairwise((begin, *sizes)) if left < before]
@@ -63,7 +52,7 @@ def native_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings: 
         address(removed), address(out_keys), address(out_values), address(degree), address(origin),
     )  # fmt: skip
     if not carried_out(outcome):
-        return blocked_rounds(state, free, sizes, settings)
+        raise OutOfReach("some keys or values are too close to the ends of float32's range to be squared or subtracted")
     return replace(
         state, keys=out_keys, values=out_values, degree=degree, positions=state.positions.gather(-1, origin),
         rounds=state.rounds + len(sizes),
@@ -74,3 +63,28 @@ def _by_row(x: Tensor) -> Tensor:
     """``[B, H, T, X]`` as ``[B * H, T, X]`` with unit stride in X; a copy only where strides do not allow a view."""
     rows = x.flatten(0, 1)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+class Native(Backend):
+    """The compiled rounds as a back end. The first question compiles the library, if need be."""
+
+    name = "native"
+
+    def why_not(self, stages: Stages) -> str | None:
+        if formulas(stages) != COSINE_SOFT and why_no_settings(stages) is None:
+            return "it knows Cosine() with BipartiteSoftMatching() only"
+        return why_no_settings(stages) or why_not_native()
+
+    def why_not_on(self, device: torch.device) -> str | None:
+        return None if device.type == "cpu" else f"it is for the CPU, not {device}"
+
+    def why_not_these(self, state: KVState) -> str | None:
+        if state.slot_data:
+            return f"it knows no slot data, and these slots carry {sorted(state.slot_data)}"
+        return why_not_these(state.keys, state.values)
+
+    def run(self, stages: Stages, state: KVState, free: Tensor, sizes: Sequence[int]) -> KVState:
+        return native_rounds(state, free, sizes, Settings.of(stages))
+
+
+NATIVE = Native()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,41 +11,13 @@ from torch import Tensor
 from centroidkv.aggregate.segments import add_importance
 from centroidkv.dense import compact, map_dense, merge_sorted
 from centroidkv.errors import StageError
-from centroidkv.protocols import Aggregator, Matcher, Partitioner, Similarity, check_assignment, matcher_capacity
-from centroidkv.protocols import split_slots as split_by
+from centroidkv.protocols import check_assignment, matcher_capacity
 from centroidkv.ranges import in_hull
-from centroidkv.records import Assignment, Partition
+from centroidkv.records import Assignment
+from centroidkv.rounds.backend import Backend
+from centroidkv.rounds.stages import Stages
 from centroidkv.state import KVState, accumulation_dtype
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The four stages of a round."""
-
-    partition: Partitioner
-    similarity: Similarity
-    matching: Matcher
-    aggregate: Aggregator
-
-    def split(self, length: int) -> Partition:
-        """The partition of ``length`` slots; one without sides for a matcher that works on all slots."""
-        if getattr(self.matching, "needs_partition", True):
-            return split_by(self.partition, length)
-        return Partition(length, ())
-
-    def capacity(self, length: int) -> int:
-        """The most slots that one round can remove from ``length``."""
-        # Planning asks for every round; a partition that can tell without listing its slots says so itself.
-        if getattr(self.matching, "needs_partition", True) and "capacity" in vars(type(self.partition)):
-            return int(self.partition.capacity(length))  # type: ignore[attr-defined]
-        return matcher_capacity(self.matching, self.split(length))
-
-    def prepare(self, state: KVState, free: Tensor) -> KVState:
-        """Let the stages that want to compute something once per compression do so; ``free`` slots may merge."""
-        for stage in (self.similarity, self.matching):
-            if hasattr(stage, "prepare"):
-                state = stage.prepare(state, free)
-        return state
+from centroidkv.traits import MatcherTraits, SimilarityTraits
 
 
 def reference_rounds(stages: Stages, state: KVState, free: Tensor, sizes: Sequence[int]) -> KVState:
@@ -102,18 +74,36 @@ def one_round(stages: Stages, state: KVState, size: int) -> KVState:
 
 def comparable(stages: Stages, state: KVState) -> tuple[Tensor, Tensor]:
     """Keys and masses as the stages want to see them: before or after RoPE, per head or averaged."""
-    mass, similarity = getattr(stages.matching, "mass", None), stages.similarity
-    weight = state.degree if mass is None else state.slot_data[mass]
-    if hasattr(similarity, "features"):
-        return similarity.features(state), weight
-    if getattr(similarity, "rope", "after") == "before":
+    mass, similarity = MatcherTraits.of(stages.matching).mass, stages.similarity
+    weight, seen = state.degree if mass is None else state.slot_data[mass], SimilarityTraits.of(similarity)
+    if seen.features is not None:
+        return seen.features(state), weight
+    if seen.rope == "before":
         keys = state.keys_before_rope(similarity)
     else:
         keys = state.keys.to(accumulation_dtype(state.keys.dtype))
-    if getattr(similarity, "heads", "each") == "mean":
+    if seen.heads == "mean":
 
         def pooled(scale: float) -> Tensor:  # the heads' sum may leave the type, their mean does not
             return keys.mean(1, keepdim=True) if scale == 1 else (keys * (scale / keys.shape[1])).sum(1, keepdim=True)
 
         return in_hull(pooled, keys.dtype), weight.mean(1, keepdim=True)
     return keys, weight
+
+
+class Reference(Backend):
+    """The reference rounds as a back end: it takes everything, so any order of back ends may end with it."""
+
+    name = "reference"
+
+    def why_not(self, stages: Stages) -> str | None:
+        return None
+
+    def why_not_on(self, device: torch.device) -> str | None:
+        return None
+
+    def run(self, stages: Stages, state: KVState, free: Tensor, sizes: Sequence[int]) -> KVState:
+        return reference_rounds(stages, state, free, sizes)
+
+
+REFERENCE = Reference()

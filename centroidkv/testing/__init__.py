@@ -19,7 +19,7 @@ from centroidkv.testing.attention_laws import check_attention
 from centroidkv.testing.backend_laws import check_backend
 from centroidkv.testing.compressor_laws import check_compressor
 from centroidkv.testing.law import Law, LawViolation
-from centroidkv.testing.matching_laws import check_matcher
+from centroidkv.testing.matcher_check import check_matcher
 from centroidkv.testing.partition_laws import check_partition
 from centroidkv.testing.preserve_laws import check_preserver
 from centroidkv.testing.schedule_laws import check_schedule

@@ -13,6 +13,7 @@ from centroidkv.allocation import depths_of, spread
 from centroidkv.records import Budget
 from centroidkv.testing.law import check_all, expect, law
 from centroidkv.testing.memory import expect_inputs_unchanged, expect_no_memory
+from centroidkv.traits import AllocationTraits
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def is_pure(allocation: Any, several: list[LayersCase]) -> None:
 
 @law("what says that it is even gives every layer the same", models, always=DEEP)
 def even_means_even(allocation: Any, case: LayersCase) -> None:
-    if not getattr(allocation, "even", False):
+    if not AllocationTraits.of(allocation).even:
         return
     shares = shares_of(allocation, case.depths())
     expect(

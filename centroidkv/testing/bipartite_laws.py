@@ -14,6 +14,7 @@ from centroidkv.testing.matching_laws import beyond, cases, decide, question
 from centroidkv.testing.oracles import chunks_of
 from centroidkv.testing.strategies import BEYOND_MATCHES, MatchCase, StateCase, matches
 from centroidkv.testing.tolerances import roundoff, score_bound
+from centroidkv.traits import MatcherTraits
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def outcome(matcher: Any, case: MatchCase) -> Outcome:
     left, right = asked.keys[:, :, source], asked.keys[:, :, target]
     scores = asked.similarity(left.double(), right.double())
     bound = score_bound(left, right, scores.to(left.dtype), normalised=case.similarity == "cosine")
-    if hasattr(matcher, "weigh"):  # the best edges are then those of the best weighted score
+    if MatcherTraits.of(matcher).weigh is not None:  # the best edges are then those of the best weighted score
         mass = asked.degree[..., source].double(), asked.degree[..., target].double()
         low, high = (matcher.weigh(scores + sign * bound, *mass) for sign in (-1, 1))
         scores = matcher.weigh(scores, *mass)
@@ -76,7 +77,7 @@ def stays_within_sides_and_chunks(matcher: Any, case: MatchCase) -> None:
     sides = Sides.of(asked.partition)
     chunk = sides.target[joins.clamp(min=0)]
     good = (joins == torch.arange(joins.shape[-1])) | ((sides.source >= 0) & (chunk == sides.source))
-    if getattr(matcher, "evicts", False):
+    if MatcherTraits.of(matcher).evicts:
         good |= joins < 0
     expect_same(good, torch.ones_like(good), "whether a slot stays or joins a target of its chunk")
 
@@ -95,7 +96,7 @@ def joins_the_best_target(matcher: Any, case: MatchCase) -> None:
 
 @law("the edges carried out are the most similar ones", cases, always=beyond)
 def carries_out_the_best_edges(matcher: Any, case: MatchCase) -> None:
-    if not getattr(matcher, "exact", True):
+    if not MatcherTraits.of(matcher).exact:
         return  # it may refuse what it likes
     if case.similarity != "cosine" and case.state.kind == "extreme":
         given_that(False)
@@ -148,7 +149,7 @@ def chunks_decide_alone(matcher: Any, case: MatchCase) -> None:
     moved = base.merges
     for sources, _ in chunks[:: max(len(chunks) // 20, 1)]:
         left, share = moved[..., sources].sum(-1), whole * len(sources) / max(total, 1)
-        expect(((left - share).abs() < 1).all() or not getattr(matcher, "exact", True),
+        expect(((left - share).abs() < 1).all() or not MatcherTraits.of(matcher).exact,
                f"{share:g} of {len(sources)} sources of a chunk to leave", left)  # fmt: skip
     if len(chunks) < 2:
         return

@@ -18,6 +18,7 @@ from centroidkv.testing.law import check_all, expect, expect_same, given_that, l
 from centroidkv.testing.memory import alike, expect_no_memory, snapshot
 from centroidkv.testing.strategies import StateCase, states
 from centroidkv.testing.tolerances import attention_bound, roundoff
+from centroidkv.traits import MatcherTraits, SimilarityTraits
 
 PARTS = ("keys", "values", "degree", "positions")
 dense = states(most=90, gaps=True)
@@ -26,7 +27,7 @@ short = states(most=40, gaps=True)
 
 def beyond(compressor: Any) -> tuple[StateCase, ...]:
     """Sizes past every tile, block and chunk in use; fewer slots where every slot is compared with every other one."""
-    pairs = not getattr(compressor.matching, "needs_partition", True)
+    pairs = not MatcherTraits.of(compressor.matching).needs_partition
     return (
         StateCase(150, batch=2, heads=67, size=4, merged=True, seed=1),
         StateCase(300, batch=9, heads=3, size=66, values=70, kind="rotary", strided=True, start=2**24 + 1, seed=2),
@@ -35,7 +36,12 @@ def beyond(compressor: Any) -> tuple[StateCase, ...]:
 
 
 def wide(compressor: Any) -> tuple[StateCase, ...]:
-    """One case with many slots and channels, for laws that compress several times."""
+    """One case with many slots and channels, for laws that compress several times.
+
+    Of matchers that compare all slots with each other, which cost a hundred times as much, with fewer.
+    """
+    if not MatcherTraits.of(compressor.matching).needs_partition:
+        return (StateCase(270, heads=3, size=66, values=70, seed=4),)
     return (StateCase(600, batch=2, heads=3, size=258, values=260, seed=4),)
 
 
@@ -44,13 +50,13 @@ def run(compressor: Any, case: StateCase, state: KVState | None = None) -> KVSta
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetNotMetWarning)
         state = case.state() if state is None else state
-        if getattr(compressor, "needs_rotary", False):
+        if compressor.needs_rotary:
             given_that(state.rotary is not None)
         return compressor(state, strict=False)
 
 
 def _exact(compressor: Any) -> bool:
-    return getattr(compressor.matching, "exact", True)
+    return MatcherTraits.of(compressor.matching).exact
 
 
 @law("the result has the length that the plan says, as many rounds, and never more than the budget if that fits", dense,
@@ -94,7 +100,7 @@ def conserves_degree(compressor: Any, case: StateCase) -> None:
     state = case.state()
     smaller = run(compressor, case, state)
     total, before = smaller.degree.sum(-1), state.degree.sum(-1)
-    evicts = getattr(compressor.matching, "evicts", False)
+    evicts = MatcherTraits.of(compressor.matching).evicts
     expect_same(total, torch.minimum(total, before) if evicts else before, "degrees of every row and head")
     expect_same(smaller.seen, state.seen, "tokens seen")
     expect(smaller.degree.dtype == torch.float32, "float32 degrees", smaller.degree.dtype)
@@ -196,7 +202,7 @@ def permuting_rows_and_heads_commutes(compressor: Any, case: StateCase) -> None:
     rows = torch.arange(state.batch).flip(0)
     after = run(compressor, case, state).rows(rows)
     _expect_equal(run(compressor, case, state.rows(rows)), after, "the permuted result", _slack(case))
-    if getattr(compressor.similarity, "heads", "each") == "mean":
+    if SimilarityTraits.of(compressor.similarity).heads == "mean":
         return  # a mean over heads may round differently in another order
     flipped = state.map_slots(lambda x: x.flip(1), head_data={k: x.flip(1) for k, x in state.head_data.items()})
     after = run(compressor, case, state).map_slots(lambda x: x.flip(1))
@@ -222,7 +228,7 @@ def padding_does_not_matter(compressor: Any, case: StateCase) -> None:
 @law("merging tokens that share one key leaves attention as it was, whatever their values", states(
     most=60, kinds=("equal",), dtypes=("float32", "float64")))  # fmt: skip
 def merging_equal_keys_leaves_attention(compressor: Any, case: StateCase) -> None:
-    if getattr(compressor.matching, "evicts", False):
+    if MatcherTraits.of(compressor.matching).evicts:
         return
     state = case.state()
     given_that(state.slots > 0)

@@ -15,10 +15,11 @@ from centroidkv.records import Assignment, Partition
 from centroidkv.similarity import Cosine, Dot, NegativeEuclidean
 from centroidkv.state import KVState, accumulation_dtype
 from centroidkv.testing.axes import expect_rows_and_heads_apart
-from centroidkv.testing.law import check_all, expect, expect_same, given_that, law
+from centroidkv.testing.law import expect, expect_same, given_that, law
 from centroidkv.testing.memory import expect_inputs_unchanged, expect_no_memory
-from centroidkv.testing.prepare_laws import declared_only, laws_of_preparing, needs, prepared
+from centroidkv.testing.prepare_laws import declared_only, expect_readable, needs, prepared
 from centroidkv.testing.strategies import BEYOND_MATCHES, MatchCase, StateCase, matches
+from centroidkv.traits import MatcherTraits
 
 SIMILARITY = Cosine()
 SIMILARITIES: dict[str, Any] = {"cosine": SIMILARITY, "dot": Dot(), "distance": NegativeEuclidean()}
@@ -41,9 +42,9 @@ class Question:
 def question(matcher: Any, case: MatchCase, state: KVState | None = None) -> Question:
     """What a round would give the matcher in a case (or with another state in its place)."""
     state = prepared(matcher, declared_only(matcher, case.state.state()) if state is None else state)
-    both_sides = getattr(matcher, "needs_partition", True)
+    both_sides = MatcherTraits.of(matcher).needs_partition
     partition = case.partition() if both_sides else Partition(case.state.slots, ())  # as the rounds do
-    name = getattr(matcher, "mass", None)
+    name = MatcherTraits.of(matcher).mass
     mass = state.degree if name is None else state.slot_data[name]
     edges = case.edges(int(matcher_capacity(matcher, partition)))
     keys = state.keys.to(accumulation_dtype(state.keys.dtype))
@@ -70,7 +71,7 @@ def run(matcher: Any, case: MatchCase, state: KVState | None = None) -> tuple[As
 
 def beyond(matcher: Any) -> tuple[MatchCase, ...]:
     """Cases past all sizes in use that suit the matcher: fewer slots where all pairs are compared."""
-    if getattr(matcher, "needs_partition", True):
+    if MatcherTraits.of(matcher).needs_partition:
         return BEYOND_MATCHES
     long = BEYOND_MATCHES[4]
     return (*BEYOND_MATCHES[:4], replace(long, state=replace(long.state, slots=700), percent=45))
@@ -78,7 +79,7 @@ def beyond(matcher: Any) -> tuple[MatchCase, ...]:
 
 def beyond_moves(matcher: Any) -> tuple[MatchCase, ...]:
     """The same, with more than 2048 slots in any case."""
-    more = () if getattr(matcher, "needs_partition", True) else (replace(BEYOND_MATCHES[5], similarity="cosine"),)
+    more = () if MatcherTraits.of(matcher).needs_partition else (replace(BEYOND_MATCHES[5], similarity="cosine"),)
     return (*beyond(matcher), *more)
 
 
@@ -87,7 +88,7 @@ def beyond_moves(matcher: Any) -> tuple[MatchCase, ...]:
 def removes_as_many_as_asked(matcher: Any, case: MatchCase) -> None:
     assignment, _, edges = run(matcher, case)
     left = (~assignment.stays).sum(-1)
-    exact = getattr(matcher, "exact", True)
+    exact = MatcherTraits.of(matcher).exact
     wanted = torch.full_like(left, edges) if exact else left.clamp(max=edges)
     expect_same(left, wanted, f"slots to leave in every row and head, {edges} asked for")
 
@@ -96,7 +97,7 @@ def removes_as_many_as_asked(matcher: Any, case: MatchCase) -> None:
 def joins_slots_that_stay(matcher: Any, case: MatchCase) -> None:
     assignment, _, _ = run(matcher, case)
     joins = assignment.joins
-    low = -1 if getattr(matcher, "evicts", False) else 0
+    low = -1 if MatcherTraits.of(matcher).evicts else 0
     expect_same(joins.clamp(low, joins.shape[-1] - 1), joins, f"slots in {low}..{joins.shape[-1] - 1}")
     good = assignment.stays.gather(-1, joins.clamp(min=0)) | assignment.evicted
     expect_same(good, torch.ones_like(good), "whether what a slot joins stays")
@@ -116,7 +117,7 @@ def is_deterministic(matcher: Any, case: MatchCase) -> None:
 @law("rows and heads decide on their own, unless pools_heads says that heads look at each other", cases, always=beyond)
 def rows_and_heads_are_independent(matcher: Any, case: MatchCase) -> None:
     state = declared_only(matcher, case.state.state())
-    pools = bool(getattr(matcher, "pools_heads", False))
+    pools = bool(MatcherTraits.of(matcher).pools_heads)
     expect_rows_and_heads_apart(
         lambda one: (run(matcher, case, one)[0].joins,), state, case.state.other(), "the slots joined", pools=pools
     )
@@ -141,7 +142,7 @@ def rows_and_heads_are_treated_alike(matcher: Any, case: MatchCase) -> None:
 @law("keys scaled by a power of two give the same assignment where the similarity given, cosine, ignores scale",
      matches())  # fmt: skip
 def uses_the_similarity_it_is_given(matcher: Any, case: MatchCase) -> None:
-    if getattr(matcher, "evicts", False) or not getattr(matcher, "needs_partition", True):
+    if MatcherTraits.of(matcher).evicts or not MatcherTraits.of(matcher).needs_partition:
         return  # a matcher that averages keys is entitled to their lengths
     asked = question(matcher, case)
     scale = (2.0 ** (torch.arange(asked.keys.shape[2]) % 5 - 2)[:, None]).to(asked.keys.dtype)
@@ -162,11 +163,11 @@ EVERY_LENGTH = (*range(14), *(2**k + d for k in range(4, 9) for d in (-1, 0, 1))
 @law("a matcher of all slots can remove as many as its capacity(n) says: a whole number, up to n - 1 (n if it evicts)",
      st.integers(0, 60), first=EVERY_LENGTH)  # fmt: skip
 def declared_capacity_is_kept(matcher: Any, length: int) -> None:
-    given_that(not getattr(matcher, "needs_partition", True))
-    capacity = getattr(matcher, "capacity", lambda n: max(n - 1, 0))
+    given_that(not MatcherTraits.of(matcher).needs_partition)
+    capacity = MatcherTraits.of(matcher).capacity or (lambda n: max(n - 1, 0))
     number = capacity(length)
     expect(isinstance(number, Integral) and not isinstance(number, bool), "a whole number", f"{number!r}")
-    high = length if getattr(matcher, "evicts", False) else max(length - 1, 0)
+    high = length if MatcherTraits.of(matcher).evicts else max(length - 1, 0)
     low = min(1, high)
     expect(low <= number <= high, f"a capacity in {low}..{high} of {length} slots", number)
     expect(capacity(length) == number, f"{number} again", lambda: capacity(length))
@@ -174,6 +175,11 @@ def declared_capacity_is_kept(matcher: Any, length: int) -> None:
         case = MatchCase(StateCase(length, heads=2, seed=length, merged=True), percent=100)
         joins_slots_that_stay.body(matcher, case)
         removes_as_many_as_asked.body(matcher, case)
+
+
+@law("it says of itself what is read, in words that exist", st.just(None))
+def declares_what_exists(matcher: Any, case: None) -> None:
+    expect_readable(matcher, MatcherTraits)
 
 
 @law("it looks at rotations and queries only if needs_rotary or needs_queries says so", matches(most=20))
@@ -186,7 +192,7 @@ def needs_only_what_it_says(matcher: Any, case: MatchCase) -> None:
 
 @law("weigh(scores, source, target) keeps the scores' shape, and weighs every pair alone", matches(most=20))
 def weights_are_sound(matcher: Any, case: MatchCase) -> None:
-    given_that(hasattr(matcher, "weigh"))
+    given_that(MatcherTraits.of(matcher).weigh is not None)
     asked = question(matcher, case)
     scores = asked.similarity(asked.keys, asked.keys)
     weighed = expect_inputs_unchanged(matcher.weigh, scores=scores, source=asked.degree, target=asked.degree)
@@ -198,9 +204,9 @@ def weights_are_sound(matcher: Any, case: MatchCase) -> None:
 
 def laws_of(matcher: Any) -> tuple[Any, ...]:
     """Those laws of all matchers that what the stage declares gives a meaning to."""
-    own = () if getattr(matcher, "needs_partition", True) else (declared_capacity_is_kept,)
+    own = () if MatcherTraits.of(matcher).needs_partition else (declared_capacity_is_kept,)
     alike = () if needs(matcher)[1] else (rows_and_heads_are_treated_alike,)
-    weighed = (weights_are_sound,) if hasattr(matcher, "weigh") else ()
+    weighed = (weights_are_sound,) if MatcherTraits.of(matcher).weigh is not None else ()
     return MATCHER_LAWS + alike + own + weighed
 
 
@@ -212,31 +218,8 @@ MATCHER_LAWS = (
     uses_the_similarity_it_is_given,
     equal_slots_merge,
     needs_only_what_it_says,
+    declares_what_exists,
 )
-
-
-def check_matcher(matcher: Any, examples: int | None = None, *, greedy: bool | None = None) -> None:
-    """Check a matcher against every law of its family.
-
-    Args:
-        matcher: the stage; its declared capabilities (``needs_partition``, ``capacity``, ``exact``, ``evicts``,
-            ``mass``, ``weigh``, ``prepare``, ``pools_heads``, ``needs_queries``) choose the laws.
-        examples: tries per law.
-        greedy: whether it promises to carry out the most similar edges of a head, ties to the earliest. Default: yes
-            if it needs a partition and does not declare another ``rank`` than "sequence".
-
-    >>> from centroidkv.matching import BipartiteSoftMatching
-    >>> check_matcher(BipartiteSoftMatching(), examples=10)
-    """
-    from centroidkv.testing.bipartite_laws import BIPARTITE_LAWS, GREEDY_LAWS, chunks_decide_alone
-
-    bipartite = getattr(matcher, "needs_partition", True)
-    rank = getattr(matcher, "rank", "sequence")
-    if greedy is None:
-        greedy = bipartite and rank == "sequence"
-    more = (BIPARTITE_LAWS if bipartite else ()) + (GREEDY_LAWS if greedy else ())
-    chunks = (chunks_decide_alone,) if bipartite and rank == "chunk" else ()
-    check_all(laws_of(matcher) + laws_of_preparing(matcher) + more + chunks, matcher, examples)
 
 
 def reached_scores(scores: Tensor, joins: Tensor) -> Tensor:

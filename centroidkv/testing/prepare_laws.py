@@ -8,20 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from centroidkv.errors import StageError
 from centroidkv.queries import QUERIES
 from centroidkv.state import KVState
 from centroidkv.testing.law import expect, given_that, law
 from centroidkv.testing.memory import alike, expect_inputs_unchanged, expect_no_memory, snapshot
 from centroidkv.testing.strategies import FAR_AND_HEAVY, MANY_CHANNELS, StateCase, states
+from centroidkv.traits import LookingTraits, MatcherTraits, SimilarityTraits, Traits
 
 cases = states(least=1, most=24)
 
 
 def needs(stage: Any) -> tuple[bool, bool]:
     """Whether a stage says that it needs to know the rotation of keys, and the model's queries."""
-    queries = bool(getattr(stage, "needs_queries", False))
-    rotary = queries or bool(getattr(stage, "needs_rotary", False)) or getattr(stage, "rope", "after") == "before"
+    queries = bool(LookingTraits.of(stage).needs_queries)
+    rotary = queries or bool(LookingTraits.of(stage).needs_rotary) or SimilarityTraits.of(stage).rope == "before"
     return rotary, queries
+
+
+def expect_readable(stage: Any, family: type[Traits]) -> None:
+    """Within a law: what ``stage`` says of itself is read by someone, and has a value that means something."""
+    try:
+        family.check(stage)
+    except StageError as error:
+        expect(False, "attributes that are read, with values they can have", str(error))
 
 
 def declared_only(stage: Any, state: KVState) -> KVState:
@@ -34,9 +44,9 @@ def declared_only(stage: Any, state: KVState) -> KVState:
 
 def prepared(stage: Any, state: KVState) -> KVState:
     """``state`` as a compressor would prepare it for the stage, all slots free; with slot data it asks for by name."""
-    if hasattr(stage, "prepare"):
+    if LookingTraits.of(stage).prepare is not None:
         state = stage.prepare(state, torch.ones_like(state.live))
-    name = getattr(stage, "mass", None)
+    name = MatcherTraits.of(stage).mass
     if name is not None and name not in state.slot_data:
         weight = 0.1 + (torch.arange(state.slots) * 7 % 11).float().expand(state.degree.shape) / 11
         state = replace(state, slot_data={**state.slot_data, name: weight.contiguous()})
@@ -91,4 +101,4 @@ PREPARE_LAWS = (prepare_remembers_nothing, prepare_only_adds, prepare_is_idempot
 
 def laws_of_preparing(stage: Any) -> tuple[Any, ...]:
     """The laws above where a stage prepares something."""
-    return PREPARE_LAWS if hasattr(stage, "prepare") else ()
+    return PREPARE_LAWS if LookingTraits.of(stage).prepare is not None else ()

@@ -15,8 +15,9 @@ from centroidkv.state import KVState
 from centroidkv.testing.axes import expect_rows_and_heads_apart
 from centroidkv.testing.law import check_all, expect, expect_same, given_that, law
 from centroidkv.testing.memory import expect_inputs_unchanged, expect_no_memory
-from centroidkv.testing.prepare_laws import declared_only
+from centroidkv.testing.prepare_laws import declared_only, expect_readable
 from centroidkv.testing.strategies import BEYOND_TILES, StateCase, states
+from centroidkv.traits import PreserverTraits
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def run(preserver: Any, case: PreserveCase, state: KVState | None = None) -> tup
     """The mask chosen, the slots that were free, and how many were asked for (None: a function, which decides)."""
     state = declared_only(preserver, case.state.state()) if state is None else state
     free = case.free()
-    if not getattr(preserver, "counted", True):
+    if not PreserverTraits.of(preserver).counted:
         free, count = torch.ones_like(free), None
     else:
         count = min(int(preserver.count(case.state.slots * case.budget // 100)), int(free[0, 0].sum()))
@@ -71,7 +72,7 @@ def run(preserver: Any, case: PreserveCase, state: KVState | None = None) -> tup
 @law("exactly the slots asked for are chosen in every row and head, all of them free", cases, always=ALWAYS)
 def chooses_that_many_free_slots(preserver: Any, case: PreserveCase) -> None:
     # A function cannot know what is free, nor how many slots heads hold that were merged apart.
-    given_that(getattr(preserver, "counted", True) or not case.state.gaps)
+    given_that(PreserverTraits.of(preserver).counted or not case.state.gaps)
     mask, free, count = run(preserver, case)
     number = mask.sum(-1)
     if count is None:
@@ -84,7 +85,7 @@ def chooses_that_many_free_slots(preserver: Any, case: PreserveCase) -> None:
      cases, always=ALWAYS)  # fmt: skip
 def rows_and_heads_choose_alone(preserver: Any, case: PreserveCase) -> None:
     state = declared_only(preserver, case.state.state())
-    pools = bool(getattr(preserver, "pools_heads", False))
+    pools = bool(PreserverTraits.of(preserver).pools_heads)
     expect_rows_and_heads_apart(
         lambda one: (run(preserver, case, one)[0],), state, case.state.other(), "the choice", pools=pools
     )
@@ -112,6 +113,11 @@ def remembers_nothing(preserver: Any, case: PreserveCase) -> None:
     longer = replace(case, state=replace(case.state, slots=case.state.slots + 13, seed=case.state.seed + 1))
     more = replace(case, state=replace(case.state, batch=case.state.batch + 1), budget=20)
     expect_no_memory(preserver, lambda stage, which: run(stage, which)[0], [case, longer, case, more])
+
+
+@law("it says of itself what is read, in words that exist", st.just(None))
+def declares_what_exists(preserver: Any, case: None) -> None:
+    expect_readable(preserver, PreserverTraits)
 
 
 @law("it looks at rotations and queries only if needs_rotary or needs_queries says so", cases)
@@ -154,6 +160,7 @@ PRESERVER_LAWS = (
     rows_and_heads_choose_alone,
     rows_and_heads_are_treated_alike,
     needs_only_what_it_says,
+    declares_what_exists,
 )
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from centroidkv.testing.axes import expect_rows_and_heads_apart
 from centroidkv.testing.law import check_all, expect, expect_same, given_that, law
 from centroidkv.testing.memory import expect_inputs_unchanged, expect_no_memory
-from centroidkv.testing.prepare_laws import declared_only, laws_of_preparing, prepared
+from centroidkv.testing.prepare_laws import declared_only, expect_readable, laws_of_preparing, prepared
 from centroidkv.testing.strategies import BEYOND_TILES, KINDS, StateCase, make_keys, states
 from centroidkv.testing.tolerances import score_bound
+from centroidkv.traits import SimilarityTraits
 
 
 @dataclass(frozen=True)
@@ -182,13 +183,9 @@ def remembers_nothing(similarity: Any, case: PairCase) -> None:
     expect_no_memory(similarity, lambda stage, which: scores_of(stage, *which.tensors()), [case, longer, case])
 
 
-@law("it declares how keys are to be seen in words that exist", st.just(None))
+@law("it says of itself what is read, in words that exist", st.just(None))
 def declares_what_exists(similarity: Any, case: None) -> None:
-    rope, heads = getattr(similarity, "rope", "after"), getattr(similarity, "heads", "each")
-    expect(rope in ("after", "before"), "rope to be 'after' or 'before'", f"{rope!r}")
-    expect(heads in ("each", "mean"), "heads to be 'each' or 'mean'", f"{heads!r}")
-    expect(not hasattr(similarity, "features") or callable(similarity.features), "features(state)", "no function")
-    expect(not hasattr(similarity, "prepare") or callable(similarity.prepare), "prepare(state, free)", "no function")
+    expect_readable(similarity, SimilarityTraits)
 
 
 @law("features are finite points [B, H, T, F], row by row and, unless pools_heads says otherwise, head by head",
@@ -205,7 +202,7 @@ def features_are_points(similarity: Any, case: StateCase) -> None:
 
     expect(torch.isfinite(points(state)[0]).all() or case.kind == "extreme", "finite points", "infinity or NaN")
     given_that(case.kind != "extreme")
-    pools = bool(getattr(similarity, "pools_heads", False))
+    pools = bool(SimilarityTraits.of(similarity).pools_heads)
     expect_rows_and_heads_apart(points, state, case.other(), "the points", pools=pools)
 
 
@@ -242,5 +239,5 @@ def check_similarity(
     >>> check_similarity(Cosine(), examples=10, scale_free=True)
     """
     extra = ((a_copy_is_most_similar,) if copy_is_best else ()) + ((ignores_scale,) if scale_free else ())
-    points = (features_are_points,) if hasattr(similarity, "features") else ()
+    points = () if SimilarityTraits.of(similarity).features is None else (features_are_points,)
     check_all(SIMILARITY_LAWS + extra + laws_of_preparing(similarity) + points, similarity, examples)

@@ -1,12 +1,12 @@
 """Ablations are the default preset but for what their name says."""
 
-from analysis.fidelity.ablations import ABLATIONS, COMPARED, with_parts
+from analysis.fidelity.ablations import ABLATIONS, COMPARED, PASSAGES, with_parts
 from analysis.fidelity.contenders import all_contenders
 from centroidkv import Budget, presets
 
 
 def test_without_a_change_it_is_the_default_preset():
-    assert with_parts()(Budget.tokens(400)) == presets.balanced(Budget.tokens(400))
+    assert with_parts(PASSAGES)(Budget.tokens(400)) == presets.balanced(Budget.tokens(400))
 
 
 def test_each_differs_from_it_and_all_can_be_measured():

@@ -12,7 +12,9 @@ from centroidkv.errors import BackendError
 from centroidkv.matching import BipartiteSoftMatching, WardMatching
 from centroidkv.partition import Alternating, Halves
 from centroidkv.preserve import Distinctive, Recent, Sinks
-from centroidkv.rounds import blocked, blocked_rounds
+from centroidkv.rounds import blocked
+from centroidkv.rounds.blocked import blocked_rounds
+from centroidkv.rounds.settings import Settings
 from centroidkv.schedule import LinearAnnealing
 from centroidkv.similarity import Cosine, Dot, ExpectedLogits
 from centroidkv.testing import check_backend
@@ -39,7 +41,7 @@ def build(method, chunk, preservers=(), rate=0.3, budget=0.3, backend="auto"):
 
 def round_in_blocks(keys, values, degree, positions, chunk, quotas):
     state = KVState(keys, values, degree, positions)
-    after = blocked_rounds(state, state.live, [keys.shape[2] - sum(quotas)], build("chunk", chunk).fast_path)
+    after = blocked_rounds(state, state.live, [keys.shape[2] - sum(quotas)], Settings.of(build("chunk", chunk).stages))
     return after.keys, after.values, after.degree, after.positions
 
 
@@ -160,4 +162,4 @@ def test_other_devices_are_refused():
     rows, slots = torch.empty(1, 1, 4, 2, device="meta"), torch.empty(1, 1, 4, device="meta")
     state = KVState(rows, rows, slots, slots.long(), seen=torch.empty(1, device="meta").long())
     with pytest.raises(BackendError, match="meta"):
-        blocked_rounds(state, state.live, [2], build("chunk", 4).fast_path)
+        build("chunk", 4, backend="blocked")._rounds(state, state.live, (2,))

@@ -13,7 +13,7 @@ from centroidkv.kernels import why_not_triton
 from centroidkv.matching import BipartiteSoftMatching, KMeans
 from centroidkv.partition import Alternating
 from centroidkv.preserve import Recent, Sinks
-from centroidkv.rounds import kernels
+from centroidkv.rounds import TRITON, kernels
 from centroidkv.schedule import LinearAnnealing
 from centroidkv.testing.strategies import states
 
@@ -77,6 +77,6 @@ def test_auto_on_a_gpu_takes_kernels_where_there_are_some(monkeypatch, make_stat
     assert presets.centroidkv().runs_on("cuda") == "triton"
     assert presets.balanced().runs_on("cuda") == "reference"
     assert presets.kmeans().runs_on("cuda") == "reference"
-    assert kernels.kernels_take(make_state(5))
-    assert not kernels.kernels_take(make_state(5, dtype=torch.float64))
-    assert not kernels.kernels_take(make_state(5, size=300))
+    assert TRITON.why_not_these(make_state(5)) is None
+    assert "float64" in TRITON.why_not_these(make_state(5, dtype=torch.float64))
+    assert "300" in TRITON.why_not_these(make_state(5, size=300))

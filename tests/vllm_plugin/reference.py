@@ -60,9 +60,9 @@ class BlockwiseState(GrowingState):
         target = blocks * self.block_size
         if not blocks or target >= slots:
             return held
-        sized = replace(self.compressor, budget=Budget.tokens(target))
-        if not sized.fits(full, slots):
+        if not self.compressor.fits(full, slots, Budget.tokens(target)):
             return held
+        sized = self.compressor.with_(budget=Budget.tokens(target))
         head = held.map_slots(lambda x: x[:, :, :slots])
         if self.given is not None:
             keys = self.given[self.runs][None]

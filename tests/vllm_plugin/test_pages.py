@@ -110,9 +110,9 @@ class Dense:
         full = self.seen // BLOCK * BLOCK
         slots = held.slots - (self.seen - full)
         target = self.plan.compressor.budget.slots(full) // BLOCK * BLOCK if full else 0
-        sized = replace(self.plan.compressor, budget=Budget.tokens(max(target, 1)))
-        if not target or target >= slots or not sized.fits(full, slots):
+        if not target or target >= slots or not self.plan.compressor.fits(full, slots, Budget.tokens(target)):
             return held
+        sized = self.plan.compressor.with_(budget=Budget.tokens(target))
         return self.join(sized(held.map_slots(lambda x: x[:, :, :slots])), held.map_slots(lambda x: x[:, :, slots:]))
 
     @staticmethod

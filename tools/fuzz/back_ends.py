@@ -11,9 +11,8 @@ import torch
 
 from centroidkv import KVState, Rotary
 from centroidkv.errors import BackendError, CentroidKVError
-from centroidkv.native import why_not_native, why_not_these
 from centroidkv.queries import QUERIES
-from centroidkv.rounds import why_not_settings
+from centroidkv.rounds import BLOCKED, NATIVE
 from centroidkv.testing.strategies import make_keys
 from tools.fuzz.found import Wrong, expect
 from tools.fuzz.recipe import make_compressor
@@ -57,14 +56,11 @@ class BackEnds:
         except CentroidKVError as error:
             self.refusals.append(f"configuration: {error}")
             return
-        reference, refused = self._run(replace(built, backend="reference"), state)
-        fast = built.fast_path
-        names = ["auto"] + ["blocked"] * (not isinstance(fast, str))
-        takes = not isinstance(fast, str) and not why_not_settings(fast) and not why_not_native()
-        names += ["native"] * (takes and not why_not_these(state.keys, state.values))
+        reference, refused = self._run(built.with_(backend="reference"), state)
+        names = ["auto", "fastest"] + [b.name for b in (BLOCKED, NATIVE) if b.why_not(built.stages) is None]
         for name in names:
             try:
-                got, why = self._run(replace(built, backend=name), state)
+                got, why = self._run(built.with_(backend=name), state)
             except BackendError as error:
                 self.refusals.append(f"{name}: {error}")
                 continue

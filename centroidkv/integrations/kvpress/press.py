@@ -97,14 +97,14 @@ class CentroidPress(BasePress):
                 f"compression_ratio is the share of tokens to remove, in [0, 1), got {removed!r}; at least one slot "
                 "has to stay"
             )
-        self.compressor = replace(self.compressor, budget=Budget.ratio(_other_share(removed)))
+        self.compressor = self.compressor.with_(budget=Budget.ratio(_other_share(removed)))
 
     # -- compressing ------------------------------------------------------------------------------------------------
 
     @property
     def _merges(self) -> bool:
         """Whether slots may end up with degrees other than 1, which attention then has to know."""
-        return not getattr(self.compressor.matching, "evicts", False)
+        return not self.compressor.evicts
 
     @contextmanager
     def __call__(self, model: Any) -> Iterator[None]:

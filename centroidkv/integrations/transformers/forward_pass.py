@@ -35,7 +35,7 @@ class ForwardPass:
         self.step = Step(0, 0, self.columns)
         self.clustered = False
         """Whether any layer was clustered before this pass: then all of them attend with degrees."""
-        self._one_decision = getattr(compressor.similarity, "heads", "each") == "mean"
+        self._one_decision = compressor.one_decision
         self._compressor, self._grows = compressor, grows
         self._sizes: set[int] = set()
         self._mask: Callable[[], Any] = weakly(None)

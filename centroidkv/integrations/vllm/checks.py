@@ -70,10 +70,9 @@ def _clusters(named: str) -> bool:
     module, _, name = named.rpartition(".")
     try:
         found = getattr(import_module(module), name)
-        from centroidkv.integrations.vllm.worker import ClusteringWorker
     except (ImportError, ValueError, AttributeError):
         return False
-    return isinstance(found, type) and issubclass(found, ClusteringWorker)
+    return isinstance(found, type) and bool(getattr(found, "clusters_the_cache", False))
 
 
 def check_worker(config: Any) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from centroidkv.compressor import Compressor
 from centroidkv.integrations.vllm.pages import Pages
 from centroidkv.integrations.vllm.plan import Event, ServingPlan
-from centroidkv.native import why_not_native, why_not_these
 from centroidkv.rotary import Rotary
-from centroidkv.rounds import why_not_settings
 from centroidkv.state import KVState
 
 BYTES_AT_ONCE = 64 << 20
@@ -36,23 +32,13 @@ def cluster(
     heads, _, key_size = layers[0].keys.shape[1:]
     per_layer = slots * heads * (key_size + layers[0].values.shape[-1]) * layers[0].keys.element_size()
     step = max(1, BYTES_AT_ONCE // per_layer)
-    compressor = at_full_speed(plan.sized(event.target_blocks * block_size), layers[0].keys, layers[0].values)
+    # A server has the processor to itself and pays for every millisecond: with compiled rounds where they can be had.
+    compressor = plan.sized(event.target_blocks * block_size).with_(backend="fastest")
     for start in range(0, len(layers), step):
         some = layers[start : start + step]
         result = compressor(_state(some, at, event, rotary))
         for row, pages in enumerate(some):
             pages.fill(targets, result.keys[row], result.values[row], result.degree[row], result.positions[row])
-
-
-def at_full_speed(compressor: Compressor, keys: Tensor, values: Tensor) -> Compressor:
-    """``compressor`` with compiled rounds, where it and such keys and values can have them and there is a compiler.
-
-    A server has the processor to itself and pays for every millisecond.
-    """
-    fast = compressor.fast_path
-    if isinstance(fast, str) or why_not_these(keys, values) or why_not_settings(fast) or why_not_native():
-        return compressor
-    return replace(compressor, backend="native")
 
 
 def _state(layers: Sequence[Pages], at: Tensor, event: Event, rotary: Rotary | None) -> KVState:

@@ -13,7 +13,6 @@ from centroidkv import presets
 from centroidkv.compressor import Compressor
 from centroidkv.errors import CentroidKVError, ServingError
 from centroidkv.preserve import Distinctive, Recent, Sinks
-from centroidkv.preserve.union import Union
 from centroidkv.records import Budget
 from centroidkv.similarity import Cosine
 
@@ -111,9 +110,9 @@ class ServingOptions:
             for kind, count in ((Sinks, self.sinks), (Recent, self.recent)):
                 if count is not None:
                     members = _resized(members, kind, count, self.preset)
+            built = built.with_(preserve=members, budget=budget)
         except (CentroidKVError, TypeError) as error:
             raise ServingError(f"{self!r}: {error}") from error
-        built = replace(built, preservers=Union(tuple(members)), budget=budget)
         if not built.fits(tokens=1 << 30):
             raise ServingError(f"{self!r}: {budget!r} never holds what is preserved, {members}, and a centroid besides")
         return _settled(built) if dtype == torch.float32 else built
@@ -169,11 +168,9 @@ def _settled(compressor: Compressor) -> Compressor:
         replace(member, precision=torch.bfloat16) if isinstance(member, Distinctive) else member
         for member in compressor.preservers.members
     ]
-    return replace(
-        compressor,
-        preservers=Union(tuple(members)),
-        similarity=replace(similarity, step=TIES) if isinstance(similarity, Cosine) else similarity,
-    )
+    if isinstance(similarity, Cosine):
+        similarity = replace(similarity, step=TIES)
+    return compressor.with_(preserve=members, similarity=similarity)
 
 
 def _resized(members: list[Any], kind: type, count: int, preset: str) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
 from operator import index
@@ -115,7 +115,7 @@ class ServingPlan:
 
     def sized(self, slots: int) -> Compressor:
         """The compressor with a budget of exactly ``slots`` slots."""
-        return replace(self.compressor, budget=Budget.tokens(slots))
+        return self.compressor.with_(budget=Budget.tokens(slots))
 
     def _region(self, prompt: int, times: int) -> Region:
         prompt = _tokens(prompt)
@@ -134,8 +134,9 @@ class ServingPlan:
         if end <= before.end or blocks < 1 or blocks >= end - before.first:
             return before
         budget = blocks * self.block_size
-        compressor = self.sized(budget)
-        if not compressor.fits(seen, slots) or compressor.plan(seen, slots).final != budget:
+        if not self.compressor.fits(seen, slots, Budget.tokens(budget)):
+            return before
+        if self.sized(budget).plan(seen, slots).final != budget:
             return before
         return Region(end - blocks, end)
 

@@ -26,6 +26,9 @@ class ClusteringWorker(Base):
     The scheduler gives blocks back one step later at the earliest, and by then they have been read.
     """
 
+    clusters_the_cache = True
+    """By which a class named elsewhere is known to derive from this one."""
+
     def __init__(self, vllm_config: Any, *arguments: Any, **more: Any) -> None:
         options = ServingOptions.read(vllm_config.additional_config)
         if options is None:

@@ -24,6 +24,10 @@ class Wrapped:
         return self.change(BipartiteSoftMatching(), keys, degree, partition, similarity, edges)
 
 
+def saying(**attributes):
+    return Wrapped(lambda good, *given: good(*given), **attributes)
+
+
 def reassigned(change):
     def run(good, keys, degree, partition, similarity, edges):
         assignment = good(keys, degree, partition, similarity, edges)
@@ -307,6 +311,12 @@ MATCHING = {
     matching_laws.needs_only_what_it_says: {
         "un-rotates without saying so": Bent(lambda s: s.keys_before_rope("bend")[..., 0]),
         "looks at queries where there are some": Bent(lambda s: s.keys.float()[..., 0] * (s.head_data["queries"][:, :, :1, 0] if s.head_data else 1)),
+    },
+    matching_laws.declares_what_exists: {
+        "a need misspelt": saying(need_partition=False),
+        "a word for a yes": saying(exact="no"),
+        "a number in place of a name": saying(mass=3),
+        "a method that is none": saying(capacity=5),
     },
     matching_laws.weights_are_sound: {
         "weights of the source alone, as a column": Weighing(lambda scores, source, target: (scores * source[..., None]).sum(-1)),

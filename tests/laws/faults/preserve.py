@@ -21,6 +21,12 @@ class Choosing:
         return self._select(state, free, count)
 
 
+def saying(**attributes):
+    preserver = Choosing(noisy_choice)
+    vars(preserver).update(attributes)
+    return preserver
+
+
 def noisy_choice(state, free, count):
     return free & (torch.rand(free.shape).masked_fill(~free, -1).argsort(-1, descending=True).argsort(-1) < count)
 
@@ -161,6 +167,10 @@ PRESERVE = {
         "random": Choosing(noisy_choice),
         "scales the keys in place": Choosing(scales_keys),
         "clears what it takes in the mask it was given": Choosing(clears_free),
+    },
+    preserve_laws.declares_what_exists: {
+        "a need misspelt": saying(need_rotary=True),
+        "a list in place of a yes": saying(pools_heads=[1]),
     },
     preserve_laws.needs_only_what_it_says: {
         "un-rotates without saying so": Choosing(unrotated),

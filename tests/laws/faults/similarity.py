@@ -187,6 +187,9 @@ SIMILARITY = PREPARING | {
     similarity_laws.declares_what_exists: {
         "rope where nobody knows it": declares(rope="never"),
         "heads where nobody knows them": declares(heads="max"),
+        "rope misspelt": declares(rope="befor"),
+        "a need misspelt": declares(need_queries=True),
+        "features and a way to see keys": declares(features=lambda s: s.keys.float(), rope="before"),
     },
     similarity_laws.features_are_points: {
         "heads averaged without saying so": Featured(lambda s: s.keys.float().mean(1, keepdim=True).expand(s.keys.shape)),
