@@ -228,9 +228,10 @@ class Compressor:
         if not sizes:
             return state
         result = run_first(ORDERS[self.backend], self.stages, self.stages.prepare(state, free), free, sizes)
-        # What stages add for their own use is gone afterwards; importance the caller set is carried on.
-        kept = {name: result.slot_data[name] for name in state.slot_data}
-        return replace(result, slot_data=kept, head_data=state.head_data)
+        # What stages add for their own use is gone afterwards, unless it is to last; what the caller set is carried on.
+        kept = {name: x for name, x in result.slot_data.items() if name in state.slot_data or result.rule(name).lasting}
+        rules = {name: rule for name, rule in result.slot_rules.items() if name in kept}
+        return replace(result, slot_data=kept, slot_rules=rules, head_data=state.head_data)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from centroidkv.errors import StageError
 from centroidkv.state import KVState
+from centroidkv.state_ops import join_rows, join_slots, per_row, widened
 
 Transform = Callable[[KVState], KVState]
 
@@ -69,14 +70,14 @@ def compact(state: KVState, keep: Tensor) -> KVState:
 def last_live(state: KVState, width: int) -> KVState:
     """The live slots of every head in order, behind as many empty ones as fill up ``width``."""
     if width > state.slots:
-        return _pad_front(_blank(state), width)
+        return widened(_blank(state), width)
     order = state.live.byte().argsort(dim=-1, stable=True)
     return _blank(state.select(order[..., state.slots - width :]))
 
 
 def merge_sorted(a: KVState, b: KVState) -> KVState:
     """Both states' slots in order of position, empty ones first."""
-    joined = _concat(a, b, axis=2)
+    joined = join_slots([a, b])
     order = torch.where(joined.live, joined.positions, -1).argsort(dim=-1, stable=True)
     return joined.select(order)
 
@@ -95,41 +96,9 @@ def _blank(state: KVState) -> KVState:
     )
 
 
-def _pad_front(state: KVState, width: int) -> KVState:
-    extra = width - state.slots
-    if extra == 0:
-        return state
-
-    def pad(x: Tensor) -> Tensor:
-        return torch.cat((x.new_zeros(*x.shape[:2], extra, *x.shape[3:]), x), 2)
-
-    return state.map_slots(pad)
-
-
 def _stack(parts: list[KVState]) -> KVState:
     width = max(part.slots for part in parts)
-    whole = _pad_front(parts[0], width)
-    for part in parts[1:]:
-        whole = _concat(whole, _pad_front(part, width), axis=0)
-    return whole
-
-
-def _concat(a: KVState, b: KVState, axis: int) -> KVState:
-    def both(x: Tensor, y: Tensor) -> Tensor:
-        return torch.cat((x, y), axis)
-
-    by_row = axis == 0
-    return replace(
-        a,
-        keys=both(a.keys, b.keys),
-        values=both(a.values, b.values),
-        degree=both(a.degree, b.degree),
-        positions=both(a.positions, b.positions),
-        rounds=max(a.rounds, b.rounds),
-        seen=both(a.seen, b.seen) if by_row else a.seen,
-        slot_data={name: both(data, b.slot_data[name]) for name, data in a.slot_data.items()},
-        head_data={name: both(data, b.head_data[name]) if by_row else data for name, data in a.head_data.items()},
-    )
+    return join_rows([widened(part, width) for part in parts])
 
 
 def _flatten(state: KVState) -> KVState:
@@ -138,11 +107,7 @@ def _flatten(state: KVState) -> KVState:
     def flat(x: Tensor) -> Tensor:
         return x.flatten(0, 1).unsqueeze(1)
 
-    return state.map_slots(
-        flat,
-        seen=state.seen.repeat_interleave(state.heads),
-        head_data={name: flat(data) for name, data in state.head_data.items()},
-    )
+    return per_row(state, flat, seen=state.seen.repeat_interleave(state.heads))
 
 
 def _unflatten(state: KVState, like: KVState) -> KVState:
@@ -151,4 +116,4 @@ def _unflatten(state: KVState, like: KVState) -> KVState:
 
     if state.heads != 1:
         raise StageError("a transform of single heads returned several")
-    return state.map_slots(back, seen=like.seen, head_data={name: back(data) for name, data in state.head_data.items()})
+    return per_row(state, back, seen=like.seen)

@@ -13,6 +13,7 @@ from centroidkv.errors import DeviceError, DtypeError, NonFiniteError, PositionO
 from centroidkv.guards import real_tokens
 from centroidkv.ranges import all_finite, require_finite
 from centroidkv.rotary import Rotary
+from centroidkv.slot_data import KEPT, SlotDatum
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGER_DTYPES = (torch.int32, torch.int64)
@@ -34,7 +35,8 @@ class KVState:
         seen: ``[B]`` int64: real tokens each row has seen. Default: the degrees' sum, which it equals unless tokens
             were evicted.
         slot_data: optional tensors ``[B, H, T, ...]`` that travel with their slots (scores, for instance); when
-            slots merge, the entry of the slot that stays is kept ("importance" is added up instead).
+            slots merge, the entry of the slot that stays is kept, unless ``slot_rules`` say otherwise.
+        slot_rules: how slot data merges, by its name; see :class:`~centroidkv.slot_data.SlotDatum`.
         head_data: optional tensors ``[B, H, ...]`` per KV head (``"queries"``, see :mod:`centroidkv.queries`).
         rotary: how the keys were rotated; needed by stages that compare keys before RoPE.
 
@@ -56,6 +58,7 @@ class KVState:
     rounds: int = 0
     seen: Tensor = None  # type: ignore[assignment]  # filled in by __post_init__
     slot_data: Mapping[str, Tensor] = field(default_factory=dict)
+    slot_rules: Mapping[str, SlotDatum] = field(default_factory=dict)
     head_data: Mapping[str, Tensor] = field(default_factory=dict)
     rotary: Rotary | None = None
 
@@ -136,8 +139,9 @@ class KVState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values, degrees and positions."""
-        return sum(t.numel() * t.element_size() for t in (self.keys, self.values, self.degree, self.positions))
+        """Bytes of keys, values, degrees, positions and slot data."""
+        tensors = (self.keys, self.values, self.degree, self.positions, *self.slot_data.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def __repr__(self) -> str:
         return (
@@ -156,6 +160,14 @@ class KVState:
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _SLOT_TENSORS}
         data = {name: change(data) for name, data in self.slot_data.items()}
         return replace(self, **changed, slot_data=data, **others)
+
+    def rule(self, name: str) -> SlotDatum:
+        """How the slot data ``name`` behaves."""
+        return self.slot_rules.get(name, KEPT)
+
+    def with_slot_data(self, name: str, data: Tensor, rule: SlotDatum = KEPT) -> KVState:
+        """With ``data [B, H, T, ...]`` that travels with the slots and behaves as ``rule`` says."""
+        return replace(self, slot_data={**self.slot_data, name: data}, slot_rules={**self.slot_rules, name: rule})
 
     def select(self, index: Tensor) -> KVState:
         """The slots ``index [B, H, m]`` of each (row, head), in that order."""
@@ -231,9 +243,6 @@ class KVState:
         return self
 
 
-IMPORTANCE = "importance"
-"""The slot data that is added up when slots merge: what a slot weighs to a matcher that asks for it."""
-
 _SLOT_TENSORS = ("keys", "values", "degree", "positions")
 
 
@@ -279,6 +288,8 @@ def _check_layout(state: KVState) -> None:
             raise ShapeError(
                 f"slot_data[{name!r}] must start with [B, H, T] = {tuple(keys.shape[:3])}, got {tuple(data.shape)}"
             )
+    if strangers := state.slot_rules.keys() - state.slot_data.keys():
+        raise ShapeError(f"slot_rules speak of {sorted(strangers)}, slot_data has {sorted(state.slot_data)}")
     for name, data in state.head_data.items():
         if data.shape[:2] != keys.shape[:2]:
             raise ShapeError(

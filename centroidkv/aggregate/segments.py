@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from centroidkv.ranges import in_hull
 from centroidkv.records import Assignment
-from centroidkv.state import IMPORTANCE, KVState
+from centroidkv.state import KVState, accumulation_dtype
 
 
 def sum_merges(x: Tensor, assignment: Assignment) -> Tensor:
@@ -44,9 +45,31 @@ def sum_of_groups(rows: Tensor, which: Tensor, count: int) -> Tensor:
     return torch.segment_reduce(rows[which.argsort(stable=True)], "sum", lengths=lengths, axis=0, initial=0)
 
 
-def add_importance(merged: KVState, before: KVState, assignment: Assignment) -> KVState:
-    """Slots that merged weigh what their members weighed: importance is a sum, unlike other slot data."""
-    if IMPORTANCE not in before.slot_data:
-        return merged
-    own = before.slot_data[IMPORTANCE]
-    return replace(merged, slot_data={**merged.slot_data, IMPORTANCE: own + sum_merges(own, assignment)})
+def weighted_mean(x: Tensor, degree: Tensor, total: Tensor, assignment: Assignment) -> Tensor:
+    """x_b + sum over t joining b of (n_t / N_b) (x_t - x_b), for every slot b that stays."""
+    movers, targets = flat_merges(assignment)
+    rows = x.reshape(assignment.joins.numel(), x.shape[-1])
+    exact = accumulation_dtype(x.dtype)
+    share = degree.flatten()[movers].to(exact) / total.flatten()[targets].clamp(min=torch.finfo(torch.float32).tiny)
+    far, near = rows[movers].to(exact), rows[targets].to(exact)
+    changed, which = targets.unique(return_inverse=True)
+
+    def mean(scale: float) -> Tensor:
+        a, b, own = (x if scale == 1 else x * scale for x in (far, near, rows[changed].to(exact)))
+        return own + sum_of_groups(share[:, None] * (a - b), which, len(changed))
+
+    # Only slots that something joined are written; a round moves a tenth of them, so the rest is not even read.
+    return rows.index_copy(0, changed, in_hull(mean, x.dtype)).reshape(x.shape)
+
+
+def merge_slot_data(merged: KVState, before: KVState, assignment: Assignment) -> KVState:
+    """``merged`` with the slot data of ``before``, where slots merged as each datum's rule says."""
+    data = dict(merged.slot_data)
+    for name, x in before.slot_data.items():
+        rule = before.rule(name).merge
+        if rule == "sum":
+            data[name] = x + sum_merges(x, assignment).to(x.dtype)
+        elif rule == "mean":
+            rows = x.reshape(*x.shape[:3], -1)
+            data[name] = weighted_mean(rows, before.degree, merged.degree, assignment).view(x.shape)
+    return replace(merged, slot_data=data, slot_rules=before.slot_rules)

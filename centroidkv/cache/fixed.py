@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from centroidkv.errors import BudgetError, CacheError, SavedCacheError, StageErr
 from centroidkv.guards import check_types
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
+from centroidkv.state_ops import fill_of, tensors_of, with_tensors
 
 
 class FixedState(GrowingState):
@@ -78,6 +80,7 @@ class FixedState(GrowingState):
         self._known = 0  # the cursor when it was last read
         self._wait = 0  # tokens after which clustering may be due, counted from then
         self._announced = 0  # steps begun since then: at least as many as were taken
+        self._torn = False  # whether the buffers are being written anew
         super().clear()
 
     # -- decoding, one token at a time ----------------------------------------------------------------------------
@@ -131,6 +134,8 @@ class FixedState(GrowingState):
         """
         if self.slots is None:
             return
+        if self._torn:
+            raise CacheError("an earlier step stopped while the buffers were written; reset() the cache")
         self._announced = 0
         taken = int(self.slots.cursor) - self._known
         if taken == 0:
@@ -167,8 +172,8 @@ class FixedState(GrowingState):
         """The slots in use; views of the buffers, valid until the next event."""
         assert self.slots is not None  # callers saw to both
         assert self._kept is not None
-        views = {name: getattr(self.slots, name)[:, :, :width] for name in ("keys", "values", "degree", "positions")}
-        return replace(self._kept.state(), **views, seen=self.slots.seen.clone(), rotary=self.rotary)
+        views = {name: buffer[:, :, :width] for name, buffer in self.slots.by_slot.items()}
+        return with_tensors(self._kept.state(), views, seen=self.slots.seen.clone(), rotary=self.rotary)
 
     def _store(self) -> None:
         """Move what is kept into the buffers; new buffers only if the batch is another one.
@@ -190,14 +195,27 @@ class FixedState(GrowingState):
         state, self._clocks = last_live(held, width), after_packing(self._clocks, held)
         if self.slots is None or not self.slots.fits(state):
             self.slots = Slots.for_state(state, self.capacity)
-        for name in ("keys", "values", "degree", "positions"):
-            getattr(self.slots, name)[:, :, :width] = getattr(state, name)
-        self.slots.degree[:, :, width:] = 0.0
+        self._torn, mine = True, self.slots.by_slot
+        for name, tensor in tensors_of(state).items():
+            mine[name][:, :, :width] = tensor
+            if name not in ("keys", "values", "positions"):  # these are not looked at where the degree is 0
+                mine[name][:, :, width:] = fill_of(state, name)
         self.slots.seen.copy_(state.seen)
         self.slots.cursor.fill_(width)
         self.slots.tokens.fill_(self._logical)
         self._known, self._wait, self._announced = width, wait, 0
-        self._kept = Whole(self._front(width))
+        self._kept, self._torn = Whole(self._front(width)), False
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Change what is kept, then the buffers. If that is interrupted, both tell the same afterwards, or say reset()."""
+        before = dict(vars(self))
+        try:
+            yield
+            self._store()
+        except BaseException:
+            vars(self).update(before, _torn=self._torn)
+            raise
 
     # -- everything else: catch up first, go back into the buffers afterwards ---------------------------------------
 
@@ -209,26 +227,25 @@ class FixedState(GrowingState):
         self.settle()
         # Buffers hold no padding, so their slots are not the mask's columns even before anything was merged.
         packed = any(clock.live != self._logical for clock in self._clocks)
-        seen = super().append(keys, values, real, queries, degrees or packed)
-        self._store()
-        return seen
+        with self._all_or_nothing():
+            return super().append(keys, values, real, queries, degrees or packed)
 
     def restore(self, state: KVState, logical: int) -> None:
         """As in a GrowingState."""
-        super().restore(state, logical)
-        self._store()
+        with self._all_or_nothing():
+            super().restore(state, logical)
 
     def reorder(self, rows: Tensor) -> None:
         """As in a GrowingState; another number of rows means new buffers, and so another compilation."""
         self.settle()
-        super().reorder(rows)
-        self._store()
+        with self._all_or_nothing():
+            super().reorder(rows)
 
     def crop(self, tokens: int) -> None:
         """As in a GrowingState."""
         self.settle()
-        super().crop(tokens)
-        self._store()
+        with self._all_or_nothing():
+            super().crop(tokens)
 
     def pack(self) -> tuple[list[Held], dict[str, object]]:
         """Not supported: SavedCacheError."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from centroidkv.cache.room import Room
 from centroidkv.cache.storage import Exact, Held, Storage, own
@@ -19,6 +18,8 @@ from centroidkv.dense import compact
 from centroidkv.errors import CacheError
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
+from centroidkv.state_ops import columns, join_rows, join_slots, widened
+from centroidkv.state_ops import row as row_of
 
 
 class Whole:
@@ -107,8 +108,8 @@ class Parts:
     @classmethod
     def begin(cls, storage: Storage, new: KVState) -> Parts:
         """Of the first tokens."""
-        rows = [Row(None, _row(new, row)) for row in range(new.batch)]
-        return cls(storage, rows, new.slots, _no_slots(new))
+        rows = [Row(None, row_of(new, row)) for row in range(new.batch)]
+        return cls(storage, rows, new.slots, columns(new, slice(0, 0)).map_slots(Tensor.clone))
 
     @property
     def form(self) -> str:
@@ -128,8 +129,8 @@ class Parts:
                 if key not in got:
                     got[key] = self._storage.get(near.get(key, row.held), device)
                 pieces.insert(0, got[key])
-            rows.append(_behind_empty(_join(pieces, axis=2), self.slots))
-        return replace(_join(rows, axis=0), seen=self.like.seen, rotary=self.like.rotary)
+            rows.append(widened(join_slots(pieces), self.slots))
+        return replace(join_rows(rows), seen=self.like.seen, rotary=self.like.rotary)
 
     @property
     def nbytes(self) -> int:
@@ -142,8 +143,8 @@ class Parts:
         """With ``new`` tokens behind."""
         rows = []
         for number, row in enumerate(self._rows):
-            added = _row(new, number)
-            rows.append(Row(row.held, _own(added) if row.tail is None else _join((row.tail, added), axis=2)))
+            added = row_of(new, number)
+            rows.append(Row(row.held, _own(added) if row.tail is None else join_slots((row.tail, added))))
         like = replace(self.like, seen=self.like.seen + new.seen)
         grown = Parts(self._storage, rows, self.slots + new.slots, like)
         grown._near = self._near
@@ -154,7 +155,7 @@ class Parts:
         rows = []
         for number, row in enumerate(self._rows):
             if number in stored:
-                dense = _columns(_row(kept, number), slice(kept.slots - live[number], None))
+                dense = columns(row_of(kept, number), slice(kept.slots - live[number], None))
                 rows.append(Row(self._storage.put(dense), None))
             else:  # kept's empty slots are in front of its live ones, so a row's must be
                 rows.append(Row(row.held, row.tail and compact(row.tail, row.tail.live)))
@@ -180,7 +181,7 @@ class Parts:
                 )
             left = row.tail.slots - tokens
             gone.append(int(row.tail.live[:, :, left:].sum(-1).amax()))
-            rows.append(Row(row.held, _own(_columns(row.tail, slice(0, left)))))
+            rows.append(Row(row.held, _own(columns(row.tail, slice(0, left)))))
         lost = torch.tensor(gone, device=self.like.seen.device)
         return Parts(self._storage, rows, self.slots - tokens, replace(self.like, seen=self.like.seen - lost)), gone
 
@@ -231,50 +232,5 @@ class Parts:
         return cls(storage, rows, facts["slots"], like)
 
 
-def _row(state: KVState, row: int) -> KVState:
-    """One row; a view."""
-    return state.map_slots(
-        lambda x: x[row : row + 1],
-        seen=state.seen[row : row + 1],
-        head_data={name: data[row : row + 1] for name, data in state.head_data.items()},
-    )
-
-
-def _columns(state: KVState, columns: slice) -> KVState:
-    """Some slots; a view."""
-    return state.map_slots(lambda x: x[:, :, columns])
-
-
 def _own(state: KVState) -> KVState:
     return state.map_slots(own)
-
-
-def _no_slots(state: KVState) -> KVState:
-    return state.map_slots(lambda x: x[:, :, :0].clone())
-
-
-def _join(states: Sequence[KVState], axis: int) -> KVState:
-    """Slots behind slots (axis 2) or rows below rows (axis 0); ``seen`` of slots behind slots is the first one's."""
-    first = states[0]
-    if len(states) == 1:
-        return first
-
-    def both(name: str) -> Tensor:
-        return torch.cat([getattr(state, name) for state in states], axis)
-
-    return KVState(
-        keys=both("keys"),
-        values=both("values"),
-        degree=both("degree"),
-        positions=both("positions"),
-        rounds=max(state.rounds for state in states),
-        seen=both("seen") if axis == 0 else first.seen,
-        rotary=first.rotary,
-    )
-
-
-def _behind_empty(state: KVState, slots: int) -> KVState:
-    extra = slots - state.slots
-    if extra == 0:
-        return state
-    return state.map_slots(lambda x: pad(x, (0, 0) * (x.ndim - 3) + (extra, 0)))

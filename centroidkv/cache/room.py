@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from centroidkv.state import KVState
+from centroidkv.state_ops import completed, tensors_of, with_tensors
 
 SPARE = 16
 """Slots to spare when buffers are made: the cache is copied once in so many tokens instead of at every one. More would
@@ -29,16 +27,17 @@ class Room:
         """``state`` with the slots of ``new`` behind it; its tensors are views, valid until the state is replaced.
 
         Args:
-            state: no slot data.
-            new: as many rows and heads, the same types.
+            state: any.
+            new: as many rows and heads, the same types; slot data that it lacks is filled as its rule says.
         """
+        state, new = completed(state, new), completed(new, state)
         length = state.slots + new.slots
         if not self._holds(state, length):
-            self._buffers = {name: _roomy(tensor, length + SPARE) for name, tensor in _tensors(state).items()}
-        for name, tensor in _tensors(new).items():
+            self._buffers = {name: _roomy(tensor, length + SPARE) for name, tensor in tensors_of(state).items()}
+        for name, tensor in tensors_of(new).items():
             self._buffers[name][:, :, state.slots : length] = tensor
-        views: dict[str, Any] = {name: buffer[:, :, :length] for name, buffer in self._buffers.items()}
-        return replace(state, **views, seen=state.seen + new.seen)
+        views = {name: buffer[:, :, :length] for name, buffer in self._buffers.items()}
+        return with_tensors(state, views, seen=state.seen + new.seen)
 
     def nbytes_behind(self, state: KVState) -> int:
         """Bytes of the spare slots behind ``state``; 0 for a state that is not in these buffers."""
@@ -48,21 +47,18 @@ class Room:
 
     def _holds(self, state: KVState, length: int) -> bool:
         """Whether ``state`` is the front of these buffers, and ``length`` slots fit."""
-        keys = self._buffers.get("keys")
+        mine, keys = tensors_of(state), self._buffers.get("keys")
         return (
             keys is not None
             and keys.shape[2] >= length
+            and mine.keys() == self._buffers.keys()
             and all(
                 tensor.data_ptr() == self._buffers[name].data_ptr()
                 and tensor.stride() == self._buffers[name].stride()
                 and tensor.shape[:2] == self._buffers[name].shape[:2]
-                for name, tensor in _tensors(state).items()
+                for name, tensor in mine.items()
             )
         )
-
-
-def _tensors(state: KVState) -> dict[str, Tensor]:
-    return {name: getattr(state, name) for name in ("keys", "values", "degree", "positions")}
 
 
 def _roomy(x: Tensor, slots: int) -> Tensor:

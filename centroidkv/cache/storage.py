@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from centroidkv.errors import StageError
+from centroidkv.slot_data import SlotDatum
 from centroidkv.state import KVState
 
 
@@ -145,7 +146,8 @@ def hold_rest(state: KVState, facts: Mapping[str, Any] | None = None, **stored: 
     tensors |= {f"slot_data.{name}": data for name, data in state.slot_data.items()}
     tensors |= {f"head_data.{name}": data for name, data in state.head_data.items()}
     owned = {name: own(tensor) for name, tensor in tensors.items()}
-    return Held(owned, {"rounds": state.rounds, **(facts or {})})
+    rules = {"slot_rules": SlotDatum.write(state.slot_rules)} if state.slot_rules else {}
+    return Held(owned, {"rounds": state.rounds, **rules, **(facts or {})})
 
 
 def with_rest(held: Held, keys: Tensor, values: Tensor) -> KVState:
@@ -163,6 +165,7 @@ def with_rest(held: Held, keys: Tensor, values: Tensor) -> KVState:
         rounds=held.facts["rounds"],
         seen=names["seen"],
         slot_data=data("slot_data."),
+        slot_rules=SlotDatum.read(held.facts.get("slot_rules", {})),
         head_data=data("head_data."),
     )
 

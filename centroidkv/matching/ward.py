@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,12 @@ from centroidkv.protocols import Similarity
 from centroidkv.queries import expected_attention
 from centroidkv.records import Assignment, Partition
 from centroidkv.scores import passages
-from centroidkv.state import IMPORTANCE, KVState
+from centroidkv.slot_data import SlotDatum
+from centroidkv.state import KVState
+
+IMPORTANCE = "importance"
+"""The slot data that says what a slot weighs."""
+ADDED_UP = SlotDatum("sum")
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,15 @@ class WardMatching:
 
     def prepare(self, state: KVState, free: Tensor) -> KVState:
         """Add every slot's importance, once per compression; keep what the caller set."""
-        if self.weight != IMPORTANCE or IMPORTANCE in state.slot_data:
+        if self.weight != IMPORTANCE:
             return state
+        if IMPORTANCE in state.slot_data:
+            return state.with_slot_data(IMPORTANCE, state.slot_data[IMPORTANCE], ADDED_UP)
         importance = _over_mean(expected_attention(state, self), free) + self.floor
         if self.passage:
             standing_out = passages(state.before_rope(self)).clamp(min=0).square()
             importance = importance + self.passage * _over_mean(standing_out, free)
-        return replace(state, slot_data={**state.slot_data, IMPORTANCE: importance})
+        return state.with_slot_data(IMPORTANCE, importance, ADDED_UP)
 
     def weigh(self, scores: Tensor, source: Tensor, target: Tensor) -> Tensor:
         """Minus the cost of every pair: ``scores [..., m, n]``, weights ``source [..., m]`` and ``target [..., n]``."""

@@ -25,12 +25,10 @@ from centroidkv.rounds.scorers import Scorer
 from centroidkv.rounds.settings import Settings, why_no_settings
 from centroidkv.rounds.stages import Stages
 from centroidkv.rounds.threads import in_parallel
-from centroidkv.state import IMPORTANCE, KVState, accumulation_dtype, gather_slots
+from centroidkv.state import KVState, accumulation_dtype, gather_slots
 
 BLOCK = 2**18
 """Numbers in a block of keys: it and its products stay in a core's cache. Heads shorter than this share a group."""
-SUMMED = (IMPORTANCE,)
-"""Slot data that adds up when slots merge, as degrees do."""
 MOVE = 2048
 """Rows moved at once when a buffer is compacted in place."""
 
@@ -52,7 +50,8 @@ def blocked_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings:
         return replace(state, rounds=state.rounds + len(sizes))
     lengths = [slots - begin + left for left in (begin, *steps)]
     final, count = lengths[-1], batch * heads
-    weights = {"degree": state.degree} | {name: state.slot_data[name] for name in SUMMED if name in state.slot_data}
+    summed = [name for name in state.slot_data if state.rule(name).merge == "sum"]
+    weights = {"degree": state.degree} | {name: state.slot_data[name] for name in summed}
 
     def result(x: Tensor) -> Tensor:
         return x.new_empty(batch, heads, final, *x.shape[3:])
@@ -251,6 +250,13 @@ class Blocked(Backend):
 
     def why_not_on(self, device: torch.device) -> str | None:
         return None if device.type == "cpu" else f"it is for the CPU, the state is on {device}"
+
+    def why_not_these(self, state: KVState) -> str | None:
+        for name, data in state.slot_data.items():
+            rule = state.rule(name).merge
+            if rule == "mean" or (rule == "sum" and (data.ndim > 3 or data.dtype != torch.float32)):
+                return f"of slot data that merges it adds up float32 numbers only, not {name!r}"
+        return None
 
     def run(self, stages: Stages, state: KVState, free: Tensor, sizes: Sequence[int]) -> KVState:
         return blocked_rounds(state, free, sizes, Settings.of(stages))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from centroidkv.aggregate.segments import add_importance
+from centroidkv.aggregate.segments import merge_slot_data, sum_merges
 from centroidkv.dense import merge_sorted
 from centroidkv.kernels import LARGEST_SIZE, TYPES, why_not_triton
 from centroidkv.matching.bipartite import share_out
@@ -88,8 +88,9 @@ def _slot_data(state: KVState, assignment: Assignment) -> dict[str, Tensor]:
         return {}
     left = int(assignment.stays[0, 0].sum())
     index = (~assignment.stays).byte().argsort(dim=-1, stable=True)[..., :left]
-    summed = add_importance(state, state, assignment).slot_data
-    return {name: gather_slots(data, index) for name, data in summed.items()}
+    total = replace(state, degree=state.degree + sum_merges(state.degree, assignment))
+    merged = merge_slot_data(total, state, assignment).slot_data
+    return {name: gather_slots(data, index) for name, data in merged.items()}
 
 
 def _sources_per_chunk(slots: int, chunk: int) -> list[int]:

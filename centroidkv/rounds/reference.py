@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from centroidkv.aggregate.segments import add_importance
+from centroidkv.aggregate.segments import merge_slot_data
 from centroidkv.dense import compact, map_dense, merge_sorted
 from centroidkv.errors import StageError
 from centroidkv.protocols import check_assignment, matcher_capacity
@@ -62,7 +62,7 @@ def one_round(stages: Stages, state: KVState, size: int) -> KVState:
     merged = aggregate(state, assignment)
     if not isinstance(merged, KVState) or merged.slots != state.slots:
         raise StageError(f"{aggregate!r} must return a KVState of the same {state.slots} slots, got {merged!r}")
-    after = compact(add_importance(merged, state, assignment), assignment.stays)
+    after = compact(merge_slot_data(merged, state, assignment), assignment.stays)
     mass = torch.where(assignment.evicted, 0.0, state.degree).sum(-1)
     if not torch.allclose(after.degree.sum(-1), mass):
         raise StageError(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from centroidkv import Budget, Compressor, presets
-from centroidkv.cache import FixedState, GrowingState
+from centroidkv.cache import FixedState, GrowingState, fixed
 from centroidkv.errors import BudgetError, CacheError, DtypeError, NonFiniteError, SavedCacheError, StageError
 from centroidkv.preserve import Recent, Sinks
 from centroidkv.schedule import LinearAnnealing
@@ -177,3 +177,51 @@ def test_an_event_that_fails_leaves_everything_as_it_was():
             fixed.settle()
     fixed.slots.keys.nan_to_num_()
     assert fixed.slots.cursor.item() == 32
+
+
+@pytest.mark.parametrize("where", ["append", "reorder", "crop"])
+def test_whatever_interrupts_a_change_buffers_and_what_is_kept_tell_the_same(where, monkeypatch):
+    keys = torch.randn(2, 2, 40, 16)
+    layer = FixedState(presets.centroidkv(Budget.tokens(100)).with_(preserve=()), 8)
+    layer.append(keys[:, :, :30], keys[:, :, :30])
+    before = [x.clone() for x in (layer.state.keys, layer.state.degree, layer.slots.cursor)]
+    plain = getattr(GrowingState, where)
+
+    def stopped(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GrowingState, where, stopped)
+    change = {
+        "append": lambda: layer.append(keys[:, :, :3], keys[:, :, :3]),
+        "crop": lambda: layer.crop(2),
+        "reorder": lambda: layer.reorder(torch.tensor([1, 0])),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        change[where]()
+    monkeypatch.undo()
+    assert layer.logical == 30
+    for old, now in zip(before, (layer.state.keys, layer.state.degree, layer.slots.cursor), strict=True):
+        assert now.equal(old)
+    layer.begin(1)
+    layer.step(keys[:, :, :1], keys[:, :, :1])
+    assert layer.logical == 31
+
+
+def test_an_interrupt_while_buffers_are_written_is_said(monkeypatch):
+    keys = torch.randn(2, 2, 40, 16)
+    layer = FixedState(presets.centroidkv(Budget.tokens(100)).with_(preserve=()), 8)
+    layer.append(keys[:, :, :30], keys[:, :, :30])
+
+    def stopped(state):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fixed, "tensors_of", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        layer.append(keys[:, :, :3], keys[:, :, :3])
+    monkeypatch.undo()
+    with pytest.raises(CacheError, match=r"reset\(\)"):
+        layer.append(keys[:, :, :3], keys[:, :, :3])
+    layer.clear()
+    layer.append(keys[:, :, :3], keys[:, :, :3])
+    assert layer.logical == 3

@@ -125,15 +125,15 @@ def a_request_reads_one_block_too_few(put):
 def blocked_rounds_forget_degrees(put):
     from dataclasses import replace
 
-    from centroidkv import compressor
+    from centroidkv.rounds import blocked
 
-    plain = compressor.blocked_rounds
+    plain = blocked.blocked_rounds
 
     def rounds(state, *args):
         result = plain(replace(state, degree=state.degree.clamp(max=1)), *args)
         return replace(result, degree=plain(state, *args).degree)
 
-    put(compressor, "blocked_rounds", rounds)
+    put(blocked, "blocked_rounds", rounds)
 
 
 LIFE = (

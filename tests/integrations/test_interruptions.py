@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from matrix_case import Case  # noqa: E402
 from matrix_models import FAMILIES  # noqa: E402
 
+from centroidkv.cache import GrowingState  # noqa: E402
 from centroidkv.errors import BackendError, BudgetNotMetWarning, CacheError  # noqa: E402
 from centroidkv.integrations.transformers import enable  # noqa: E402
 
@@ -101,3 +102,35 @@ def test_waiting_for_crops_ends_with_the_crops():
         case.generate(torch.cat((ids, ids[:, :1]), -1), cache, new=12)
         assert not cache.is_croppable
     assert cache.stats().physical <= 0.25 * 60 + 2 * 4
+
+
+def test_leaving_while_a_layer_takes_its_tokens_is_noticed_in_that_layer(monkeypatch):
+    """The only layer, so nobody comes after it that could look."""
+    case = Case(FAMILIES["llama"])
+    with case.attending("eager", with_enable=False):
+        handle, cache = enable(case.model), case.cache()
+        case.forward(case.prompt(40), cache)
+        plain = GrowingState.append
+
+        def leaves(self, *args, **kwargs):
+            handle.undo()
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(GrowingState, "append", leaves)
+        with pytest.raises(BackendError, match=r"would ignore the degrees.*reset\(\)"):
+            case.forward(case.prompt(1), cache)
+
+
+def test_cropping_a_window_by_more_than_it_kept_is_refused():
+    """Transformers' own windows would be left too short, and fail in the next pass without a word of why."""
+    case = Case(FAMILIES["gemma3"])
+    with case.attending("sdpa"):
+        case.forward(case.prompt(60), cache := case.cache(1.0))
+        cache.activate_past_recording()
+        case.forward(case.prompt(1), cache)
+        cache.crop(-1)
+        lengths = [layer.get_seq_length() for layer in cache.layers]
+        with pytest.raises(CacheError, match=r"a sliding window of .* holds"):
+            cache.crop(-1)
+        assert [layer.get_seq_length() for layer in cache.layers] == lengths
+        case.forward(case.prompt(2), cache)

@@ -112,7 +112,6 @@ def plain_step(model: Any, held: list[Held], kinds: list[str], row: int, step: S
     dtype = model.dtype
     cache, masks = DynamicCache(), {}
     heads = model.config.num_attention_heads
-    groups = heads // (getattr(model.config, "num_key_value_heads", None) or heads)
     filled = bool(held) and held[0].keys is not None
     for index, kind in enumerate(kinds):
         slots = torch.zeros(1, 0, dtype=torch.long)
@@ -122,7 +121,7 @@ def plain_step(model: Any, held: list[Held], kinds: list[str], row: int, step: S
             wide = torch.float64 if dtype == torch.float64 else None
             layer.update(keys.to(wide or keys.dtype), values.to(wide or values.dtype))
             cache.layers.append(layer)
-        masks[kind] = _mask(kind, slots, step, groups).to(dtype)
+        masks[kind] = _mask(kind, slots, step, heads // slots.shape[0]).to(dtype)
     mask: Any = masks[kinds[0]]
     if len(masks) > 1 or model.config.model_type.startswith("gemma3"):
         any_mask = next(iter(masks.values()))
@@ -142,7 +141,7 @@ def _mask(kind: str, slots: torch.Tensor, step: Step, groups: int) -> torch.Tens
         hidden = step.at[:, None] - slots[:1] >= step.window
         old = torch.zeros(hidden.shape).masked_fill(hidden, lowest)[None]
         among = among.masked_fill(step.at[:, None] - step.at >= step.window, lowest)
-    elif step.old is None:
+    elif step.old is None or not slots.shape[1]:
         old = torch.zeros(1, n, slots.shape[1])
     else:
         old = torch.stack([step.old[:, head] for head in slots]).clamp(min=lowest)

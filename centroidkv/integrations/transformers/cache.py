@@ -29,7 +29,7 @@ from centroidkv.integrations.transformers.layout import (
     warn_of_room,
 )
 from centroidkv.integrations.transformers.release import query_length as tokens_asked
-from centroidkv.integrations.transformers.release import shared_kwargs, text_config, tokens_to_remove
+from centroidkv.integrations.transformers.release import shared_kwargs, text_config
 from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.rotary import Rotary
 
@@ -222,8 +222,7 @@ class CentroidCache(RefusesStates, Cache):
             RuntimeError, ValueError: transformers' own, for a sliding window that has passed its size.
         """
         length = int(length)  # a tensor in some releases, which layers would go on counting with
-        for layer in self._compressed:
-            layer.check_crop(tokens_to_remove(length, layer.logical))
+        checks.check_crop(self.layers, length)
         # Sliding windows first: they may refuse, and all of them alike, while the others were just asked.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CentroidLayer)):
             if layer.is_initialized:  # a window that has seen no tokens raises whatever None raises

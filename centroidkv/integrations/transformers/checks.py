@@ -14,7 +14,7 @@ from centroidkv.errors import BackendError, CacheError, CentroidKVError, StageEr
 from centroidkv.integrations.transformers.caller import Caller
 from centroidkv.integrations.transformers.flow import REGROUPS, feeds_a_cache, why_not_straight
 from centroidkv.integrations.transformers.handover import LOST, POOLED, Handover, Step
-from centroidkv.integrations.transformers.release import STOCK_BIAS_BACKENDS, STOCK_TAKES_BIAS
+from centroidkv.integrations.transformers.release import STOCK_BIAS_BACKENDS, STOCK_TAKES_BIAS, tokens_to_remove
 
 
 def check_arguments(compressor: Compressor, capacity: str, storage: Storage | None) -> None:
@@ -68,11 +68,15 @@ def _tokens(layer: Any) -> int:
     return layer.growing.logical if hasattr(layer, "growing") else layer.get_seq_length()
 
 
-def check_stock(config: Any, shared: dict[str, Any] | None) -> None:
-    """Refuse attention that would ignore the degrees, before the first token."""
+def check_stock(config: Any, shared: dict[str, Any] | None, taken: bool = False) -> dict[str, Any]:
+    """Refuse attention that would ignore the degrees, before the first token, or after the step's were ``taken``.
+
+    Returns:
+        ``shared``, which is what the degrees can be put into.
+    """
     name = config._attn_implementation
     if shared is not None and STOCK_TAKES_BIAS and name in STOCK_BIAS_BACKENDS:
-        return
+        return shared
     reason = (
         f"attention {name!r} would ignore the degrees of merged tokens"
         if name not in STOCK_BIAS_BACKENDS
@@ -81,7 +85,7 @@ def check_stock(config: Any, shared: dict[str, Any] | None) -> None:
     raise BackendError(
         f"{reason}, and the text would be silently wrong. Call enable(model) from "
         "centroidkv.integrations.transformers around generate (for 'sdpa', 'eager', flash), or choose another "
-        "attn_implementation"
+        f"attn_implementation{f'. {LOST}' if taken else ''}"
     )
 
 
@@ -200,6 +204,28 @@ def check_lengths(sizes: set[int], compressor: Compressor, config: Any) -> None:
         f"them; {remedy}, or build with allocation(Even()). If layers of sliding windows have seen the step's tokens "
         "by now, reset() the cache first"
     )
+
+
+def check_crop(layers: Sequence[Any], length: int) -> None:
+    """Raise what the crop of any layer would raise, before one of them is changed."""
+    for layer in layers:
+        if hasattr(layer, "growing"):
+            layer.growing.check_crop(tokens_to_remove(length, layer.growing.logical))
+        else:
+            _check_window(layer, tokens_to_remove(length, layer.get_seq_length()))
+
+
+def _check_window(layer: Any, tokens: int) -> None:
+    """Refuse to take more back from a sliding window than it has kept for that; transformers would tear it."""
+    if not getattr(layer, "record_past", False) or not layer.is_initialized:
+        return
+    left, held = layer.get_seq_length() - tokens, layer.keys.shape[-2]
+    if held - tokens < min(left, layer.sliding_window - 1):
+        raise CacheError(
+            f"asked to take back {tokens} tokens, but a sliding window of {layer.sliding_window} tokens holds {held}, "
+            f"and needs {min(left, layer.sliding_window - 1)} of the {left} that would be left; crop once per forward "
+            "pass"
+        )
 
 
 def check_layer(index: int, layers: int) -> None:

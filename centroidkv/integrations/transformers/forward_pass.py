@@ -116,9 +116,10 @@ class ForwardPass:
                 return self._pending.attach(), values
             shared[KEYWORD] = self._pending
         elif degree is not None:
+            # Once more: the last user of ``enable`` may have left it since this layer began.
+            shared = checks.check_stock(self.config, shared, taken=True)
             if self._regroups:
                 checks.check_one_decision(degree)
-            assert shared is not None  # check_stock saw to it
             bias = log_degree_bias(degree, query_groups(self.config), new=self.step.new).to(keys.dtype)
             bias = bias.expand(-1, -1, self.step.new, -1)
             own = shared.get("position_bias")
