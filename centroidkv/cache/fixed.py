@@ -208,7 +208,7 @@ class FixedState(GrowingState):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Change what is kept, then the buffers. If that is interrupted, both tell the same afterwards, or say reset()."""
+        """Change what is kept, then the buffers. If interrupted, both tell the same afterwards, or say reset()."""
         before = dict(vars(self))
         try:
             yield
