@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class Compressor:
         """
         return [self.with_(budget=b, allocation=EVEN) for b in spread(self.budget, self.allocation, depths)]
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """Whether all layers get the same budget, as the allocation's attribute ``even`` says."""
         return bool(AllocationTraits.of(self.allocation).even)
@@ -136,7 +137,7 @@ class Compressor:
         preserved = self.preservers.count(slots, room)
         return preserved < slots and room - preserved >= (not self.evicts)
 
-    @property
+    @cached_property
     def evicts(self) -> bool:
         """Whether slots leave without joining others. A budget must else leave room for one centroid at least."""
         return bool(MatcherTraits.of(self.matching).evicts)
@@ -235,7 +236,7 @@ class Compressor:
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def stages(self) -> Stages:
         """The stages of a round."""
         return Stages(self.partition, self.similarity, self.matching, self.aggregate)
@@ -259,33 +260,33 @@ class Compressor:
         """
         return reasons(ORDERS[self.backend], self.stages, place if isinstance(place, KVState) else torch.device(place))
 
-    @property
+    @cached_property
     def plannable(self) -> bool:
         """Whether sizes are known ahead of the data: no threshold, no plain function as preserver."""
         return bool(MatcherTraits.of(self.matching).exact) and self.preservers.countable
 
-    @property
+    @cached_property
     def needs_rotary(self) -> bool:
         """Whether a stage compares or scores keys before RoPE, so that states must carry ``rotary``."""
         before = SimilarityTraits.of(self.similarity).rope == "before"
         return before or self.needs_queries or any(said.needs_rotary for said in self._looking)
 
-    @property
+    @cached_property
     def needs_queries(self) -> bool:
         """Whether a stage looks at the model's queries, so that states must carry them (``centroidkv.queries``)."""
         return any(said.needs_queries for said in self._looking)
 
-    @property
+    @cached_property
     def pools_heads(self) -> bool:
         """Whether a stage decides for several KV heads together, so that it has to see all heads of a layer."""
         return self.one_decision or any(said.pools_heads for said in self._looking)
 
-    @property
+    @cached_property
     def one_decision(self) -> bool:
         """Whether all heads of a layer merge the same slots."""
         return SimilarityTraits.of(self.similarity).heads == "mean"
 
-    @property
+    @cached_property
     def _looking(self) -> list[LookingTraits]:
         return [LookingTraits.of(stage) for stage in (self.similarity, self.matching, *self.preservers.members)]
 

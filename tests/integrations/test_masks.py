@@ -249,3 +249,15 @@ def test_a_row_that_was_moved_because_its_neighbour_was_clustered_goes_on_as_alo
         out = model(new, **step).logits
         model(ids[:1, :34], past_key_values=alone)
         assert torch.allclose(out, model(new, past_key_values=alone).logits, atol=1e-5)
+
+
+def test_a_bool_mask_means_the_same_to_eager_attention_before_anything_was_clustered(llama, prompt):
+    """By itself it would be added to the logits as zeros and ones."""
+    model, ids = llama("eager"), prompt(40)
+    where = torch.arange(40)[None]
+    with torch.no_grad():
+        right = model(ids, attention_mask=additive(documents(25, 15)), position_ids=where).logits
+        with enable(model):
+            cache = CentroidCache(compressor(), interval=1000)
+            found = model(ids, attention_mask=documents(25, 15), position_ids=where, past_key_values=cache).logits
+    assert torch.allclose(found, right, atol=1e-5)

@@ -89,7 +89,8 @@ class Life(Cached):
             else:
                 self.cache.batch_repeat_interleave(len(rows) // self.batch)
             wanted = [held if held.keys is None else held.rows(rows) for held in before]
-            same = all(a.same(b) for a, b in zip(wanted, look(self.cache), strict=True)) or not self.columns.shape[1]
+            pairs = zip(wanted, look(self.cache), strict=True)
+            same = all(a.packed().same(b.packed()) for a, b in pairs) or not self.columns.shape[1]
             expect(same, "state", f"{how} {rows} did not move everything of the rows")
             self.batch, self.columns = len(rows), self.columns[rows]
             self.alone.reordered(rows)

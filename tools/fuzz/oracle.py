@@ -41,6 +41,14 @@ class Held:
         """Everything that could change."""
         return self.keys, self.values, self.degree, self.positions
 
+    def packed(self) -> Held:
+        """Without the first slots, as far as they are empty in every row and head."""
+        if self.keys is None or self.degree is None:
+            return self
+        empty = int(((self.degree > 0).any(1).any(0).cumsum(0) == 0).sum())
+        some = [None if x is None else x[:, :, empty:] for x in self.tensors()]
+        return Held(*some, self.seen, self.logical, self.events)
+
     def rows(self, rows: list[int]) -> Held:
         """Some rows."""
         some = [None if x is None else x[rows] for x in self.tensors()]

@@ -73,6 +73,8 @@ def _attend(
     """The stock function ``name`` on what a growing layer handed over."""
     handed.accept(module, key, value, attention_mask, kwargs)
     if handed.degree is None:
+        if name == "eager" and attention_mask is not None:  # it adds masks as they are, a bool one as zeros and ones
+            attention_mask = as_additive(attention_mask, query.dtype)
         return stock(module, query, key, value, attention_mask, **kwargs)
     degree, new, slots = handed.degree_for(key), query.shape[2], key.shape[2]
     old, all_seen = handed.step_of(new, attention_mask).old_slots(attention_mask, slots)

@@ -160,11 +160,12 @@ class CentroidCache(RefusesStates, Cache):
             checks.check_in_step(self.layers, 0, key_states.shape[2])
         checks.check_layer(layer_idx, len(self.layers))
         layer, shared, now = self.layers[layer_idx], shared_kwargs(kwargs), self._pass
-        if not now.by_handover and self._compressed:  # the list of layers is made only where it is needed
+        ours = now.by_handover
+        if not ours and self._compressed:  # the list of layers is made only where it is needed
             checks.check_stock(now.config, shared)  # in sliding windows as well, which may come first
         if not isinstance(layer, CentroidLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        now.check_layer(layer.growing)
+        now.check_layer(layer.growing, ours)
         check_heads(self.compressor, key_states.shape[1], now.config)
         if self.capacity == "fixed":
             check_route(now.config, shared, now.padded)

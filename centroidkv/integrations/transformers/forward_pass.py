@@ -88,10 +88,10 @@ class ForwardPass:
             step.old_slots(mask, layers[0].physical + new)
         self.step, self.columns = step, columns
 
-    def check_layer(self, layer: GrowingState) -> None:
-        """Refuse attention that would not get, or not use, what this layer is about to hand over."""
+    def check_layer(self, layer: GrowingState, ours: bool) -> None:
+        """Refuse attention that would not get, or not use, what this layer is about to hand over; ``ours`` takes it."""
         checks.check_received(self._pending)
-        if self.by_handover:
+        if ours:
             return
         if layer.like is None:
             caller = find_caller()
