@@ -60,7 +60,8 @@ class Similarity(Protocol):
     Instead of ``rope``, ``features(state) -> [B, H, T, F]`` gives the points that are compared in place of keys.
 
     Similarities and matchers may have ``prepare(state, free) -> state``, called once per compression with the slots
-    that may merge: what it adds to ``slot_data`` and ``head_data`` is there in every round and gone afterwards.
+    that may merge: what it adds to ``slot_data`` and ``head_data`` is there in every round and gone afterwards, unless
+    its :class:`~centroidkv.slot_data.SlotDatum` says that it lasts.
     ``needs_queries`` (default False) asks callers for the model's queries (:mod:`centroidkv.queries`). Any stage whose
     decisions for one head depend on the other heads says ``pools_heads = True`` (default False; heads="mean" does).
     """

@@ -10,7 +10,7 @@ import torch
 
 from centroidkv import Budget, Compressor, KVState
 from centroidkv.cache import Exact, FixedState, GrowingState, Offloaded, Quantised
-from centroidkv.errors import ShapeError, StageError
+from centroidkv.errors import ServingError, ShapeError, StageError
 from centroidkv.partition import Alternating
 from centroidkv.preserve import Recent, Sinks
 from centroidkv.schedule import Constant
@@ -166,3 +166,17 @@ def test_states_are_joined_and_widened_with_all_they_carry():
     assert row(taller, 1).keys.equal(wide.keys[1:2])
     assert completed(b, a).rule("mine") == NOTED
     assert completed(a, b) is a
+
+
+def test_pages_that_cannot_hold_it_say_so():
+    from centroidkv.integrations.vllm import ServingPlan
+    from centroidkv.integrations.vllm.cluster import cluster
+    from centroidkv.integrations.vllm.pages import Pages, slot_bytes
+
+    plan = ServingPlan(compressor(0.5), 16, 16)
+    cache = torch.randn(8, 2, 16, slot_bytes(32, 32, torch.float32, False) // 4)
+    pages = Pages.of(cache, 32, 32, False)
+    pages.write(torch.randn(64, 2, 32), torch.randn(64, 2, 32), torch.arange(16, 80))
+    event = next(iter(plan.events(64, 0, 64)))
+    with pytest.raises(ServingError, match=r"\['noted'\].*would be lost"):
+        cluster([pages], list(range(1, 5)), event, plan, None)

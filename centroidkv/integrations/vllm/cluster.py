@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm.pages import Pages
 from centroidkv.integrations.vllm.plan import Event, ServingPlan
 from centroidkv.rotary import Rotary
@@ -37,6 +38,11 @@ def cluster(
     for start in range(0, len(layers), step):
         some = layers[start : start + step]
         result = compressor(_state(some, at, event, rotary))
+        if result.slot_data:
+            raise ServingError(
+                f"pages hold keys, values and degrees; {sorted(result.slot_data)}, which {compressor.similarity!r} or "
+                f"{compressor.matching!r} wants to last, would be lost"
+            )
         for row, pages in enumerate(some):
             pages.fill(targets, result.keys[row], result.values[row], result.degree[row], result.positions[row])
 
