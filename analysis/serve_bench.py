@@ -3,7 +3,7 @@
 python -m analysis.serve_bench [--kv-mib 100 150 200 300 600] [--preset centroidkv] [--budget 0.25] [--json FILE]
 
 Every size and contender is a fresh OpenAI-compatible server; vLLM's own client sends it all requests at once. Where
-the caches of all requests do not fit, a server makes some wait, and throughput hangs on how many it can run; where
+the caches of all requests do not fit, a server makes some wait, and throughput depends on how many it can run; where
 they fit, the difference is what clustering costs and what shorter caches save. Prefixes are not cached, and every
 answer has the same length. ``running`` is what the server's /metrics say, twice a second.
 

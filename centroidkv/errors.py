@@ -63,7 +63,7 @@ class CacheError(CentroidKVError):
 
 
 class SavedCacheError(CentroidKVError):
-    """A cache cannot be saved, or a file is not a saved cache that may be gone on with here."""
+    """A cache cannot be saved, or a file is not a saved cache that can be continued here."""
 
 
 class ModelError(CentroidKVError):

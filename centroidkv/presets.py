@@ -36,7 +36,7 @@ def centroidkv(budget: Budget | float = QUARTER) -> Compressor:
 def quick(budget: Budget | float = QUARTER) -> Compressor:
     """:func:`centroidkv` in shorter chunks and fewer steps: a third of its time, as good on prose. Numbers ours.
 
-    Fewer choices also leave less to the last digits of the keys (docs/vllm.md, "How far a text hangs on rounding").
+    Fewer choices also leave less to the last digits of the keys (docs/vllm.md, "How far a text depends on rounding").
     """
     return (
         Compressor.builder()
@@ -64,7 +64,7 @@ def distinctive(budget: Budget | float = QUARTER) -> Compressor:
 
 
 def balanced(budget: Budget | float = QUARTER) -> Compressor:
-    """Clusters by what queries will make of a slot, and sets distinctive passages aside. Ours.
+    """Clusters slots that future queries are expected to treat alike, and sets distinctive passages aside. Ours.
 
     Slots merge by Ward's criterion on expected logits and values, weighted by expected attention and by how distinctive
     their passage is. Layers past the middle, which look up exact strings, get three times the slots of the others.

@@ -148,7 +148,8 @@ class GrowingState:
         clocks = [clock.after(n, length) for clock, n in zip(self._clocks or [RowClock()] * len(new), new, strict=True)]
         degree = grown.degree if self.moved or degrees else None
         log = self._note(queries, grown, real)
-        # No crop since the last tokens: nobody takes tokens back any more, and waiting on would mean growing.
+        # A crop was announced but did not follow the last tokens: assisted generation has ended. To wait any longer
+        # would let the layer grow without limit.
         waits = self.waits and not self._unsettled
         if waits:
             self._kept, self._clocks, self._queries = longer, clocks, log or self._queries

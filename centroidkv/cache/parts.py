@@ -157,7 +157,7 @@ class Parts:
             if number in stored:
                 dense = columns(row_of(kept, number), slice(kept.slots - live[number], None))
                 rows.append(Row(self._storage.put(dense), None))
-            else:  # kept's empty slots are in front of its live ones, so a row's must be
+            else:  # in ``kept`` empty slots are in front; the row's own tokens are brought into that order
                 rows.append(Row(row.held, row.tail and compact(row.tail, row.tail.live)))
         return Parts(self._storage, rows, kept.slots, self.like)
 

@@ -13,7 +13,7 @@ from centroidkv.records import Assignment, Partition
 
 @dataclass(frozen=True)
 class Evict:
-    """Remove the earliest ``edges`` compressible slots without merging them: the base line of every preserver.
+    """Remove the earliest ``edges`` compressible slots without merging them: what every preserver has to beat.
 
     Their mass is lost, so degrees no longer add up to the tokens seen; ``KVState.seen`` still counts them. With shares
     that fill the budget, what preservers did not choose is exactly what goes.

@@ -69,7 +69,7 @@ def blocked_rounds(state: KVState, free: Tensor, sizes: Sequence[int], settings:
             free.flatten(0, 1)[group],
         )
         out = [x.flatten(0, 1)[group].flatten(0, 1) for x in (keys, values)]
-        several = len(steps) > 1  # then rounds share a buffer, whose front is the result in the end
+        several = len(steps) > 1  # they share one buffer, whose first slots are the result after the last round
         room = [x.new_empty(walk.heads * lengths[1], x.shape[-1]) for x in out] if several else out
         scorer = settings.scorer(state, group)
         for before, after in pairwise(lengths):

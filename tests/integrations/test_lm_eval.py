@@ -99,7 +99,7 @@ def test_a_row_of_a_batch_fares_as_it_would_alone(lm, protocol, name):
     questions = ("number", "really very long number of all the numbers above", "n")
     prompts = [niah(n, n).replace("number?", q + "?") for n, q in zip((700, 350, 520), questions, strict=True)]
     requests = [request(prompt, new=24) for prompt in prompts]
-    # In double precision: a batch rounds differently from a row, and what is merged hangs on comparisons.
+    # In double precision: a batch rounds differently from a row, and what is merged depends on comparisons.
     options = {"preset": name, "budget": 0.4, "interval": 8, "protocol": protocol, "dtype": "float64"}
     assert lm(**options, batch_size=3).generate_until(requests) == lm(**options).generate_until(requests)
 

@@ -1,4 +1,4 @@
-"""A cache saved, and gone on with elsewhere."""
+"""A cache saved, and continued elsewhere."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A dense Hugging Face run that clusters by the same rule as the plugin, written without any of its code but the
 compressor: per layer one plain state, cut at the last full block and compressed when tokens computed say so.
 
-Which pairs are merged hangs on comparisons, and now and then one is so close that the seventh digit of a key decides
+Which pairs are merged depends on comparisons, and now and then one is so close that the seventh digit of a key decides
 it. Two float32 implementations of a model differ there, as does this one from itself in float64. So a run can be given
 the keys that the engine was about to cluster: it makes sure that they are its own to :data:`DIGITS`, and clusters them.
 """

@@ -113,7 +113,7 @@ def test_options_are_read_only_where_they_are_given():
     assert options.compressor().preservers.members[:2] == (Sinks(2), Recent(32))
     assert options.compressor().budget.slots(10_000) == 512
     assert ServingOptions().compressor() == presets.quick(0.25)
-    # Ties among float32 keys must not hang on their last digits.
+    # Ties among float32 keys must not be decided by their last digits.
     assert ServingOptions().compressor(torch.float32).similarity.step == 2**-8
 
 

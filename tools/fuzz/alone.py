@@ -1,6 +1,6 @@
 """Each row of a batch lived again by itself: it must be clustered at the same moments, to as many slots.
 
-Which slots merge may hang on the last digits of keys, which a batch changes; how many, and when, may not. Copied into
+Which slots merge may depend on the last digits of keys, which a batch changes; how many, and when, may not. Copied into
 failing scripts.
 """
 

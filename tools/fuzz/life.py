@@ -96,7 +96,7 @@ class Life(Cached):
             self.alone.reordered(rows)
 
     def copy(self, go_on_with: str = "copy") -> None:
-        """A deep copy; whichever is not gone on with must stay as it is until the end."""
+        """A deep copy; the one that is not continued must stay as it is until the end."""
         before = look(self.cache)
         if any(x is not None and x.requires_grad for layer in self.cache.layers for x in (layer.keys, layer.values)):
             return  # a sliding window's, which are as in any cache of transformers: PyTorch copies no such tensor

@@ -171,7 +171,9 @@ class CentroidPress(BasePress):
         own, index = self._layers(module)
         compressor, tokens = own[index], keys.shape[2]
         if all(each.budget.slots(tokens) >= tokens for each in own):
-            return None  # and otherwise a layer that keeps everything still says its degrees, as the mask is another's
+            return None
+        # A layer that keeps everything while others do not hands its degrees over all the same: one mask serves all
+        # layers, and it is made for another length.
         rotary = self.rotary
         if rotary is None and compressor.needs_rotary:
             rotary = rotary_of(module.config)

@@ -241,7 +241,7 @@ class CentroidLM(HFLM):
         raise EvaluationError(
             "loglikelihood_rolling (perplexity of whole texts) scores every token from the first one on, so there is "
             "no context to compress before scoring, and the number would be the plain model's. Use a task with a "
-            "prompt, or preset=full for the base line"
+            "prompt, or preset=full for the uncompressed baseline"
         )
 
     # -- tokens ---------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def load_cache(
     except SavedCacheError:
         raise
     except Exception as error:  # a file with a right checksum, made by who knows what, and read by a storage of yours
-        raise SavedCacheError(f"{path} cannot be gone on with: {type(error).__name__}: {error}") from error
+        raise SavedCacheError(f"{path} cannot be continued: {type(error).__name__}: {error}") from error
 
 
 def _check_asked(

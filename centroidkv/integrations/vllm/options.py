@@ -100,8 +100,8 @@ class ServingOptions:
         """The preset, with the budget and the windows asked for, for keys of ``dtype``.
 
         Keys of float32 are compared to three digits only, so that a request is clustered alike whatever requests are
-        computed beside it: these change the last digits of its keys, and ties must not hang on those. Keys of 16 bits
-        are rounded more coarsely than that by being stored.
+        computed beside it: these change the last digits of its keys, and ties must not be decided by those. Keys of 16
+        bits are rounded more coarsely than that by being stored.
         """
         try:
             budget = Budget.of(self.budget)
