@@ -23,8 +23,8 @@ from centroidkv.attention import degree_attention
 from centroidkv.attention.bound import merge_error_bound
 from centroidkv.cli.demo import format_table
 from centroidkv.cli.needle import prose
+from centroidkv.integrations.rope import rotary_of
 from centroidkv.integrations.transformers import load_smollm2
-from centroidkv.integrations.transformers.rope import rotary_of
 
 QUERIES = 64
 BUDGETS = (0.5, 0.25, 0.125)

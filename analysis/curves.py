@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from analysis.capture import capture
 from centroidkv.cli.picture import key_cosines, similarity_by_distance
 from centroidkv.errors import EvaluationError
-from centroidkv.integrations.transformers.rope import rotary_of
+from centroidkv.integrations.rope import rotary_of
 
 
 @dataclass(frozen=True)

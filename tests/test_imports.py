@@ -62,8 +62,9 @@ ALLOWED = {
     "compressor": BASE | {"allocation", "assembly", "builder", "dense", "rounds", "schedule", "preserve"},
     "cache": BASE | {"compressor", "dense"},
     "presets": BASE | {"allocation", "compressor", "matching", "partition", "preserve", "schedule", "similarity"},
+    "paged": BASE | {"attention", "compressor"},
     "integrations": BASE
-    | {"allocation", "attention", "cache", "compressor", "presets", "preserve", "rounds", "similarity"},
+    | {"paged", "allocation", "attention", "cache", "compressor", "presets", "preserve", "rounds", "similarity"},
     "cli": BASE | {"cache", "compressor", "integrations", "presets"},
     "testing": BASE
     | {
@@ -130,6 +131,18 @@ def test_parts_import_only_what_they_may(path):
         else:
             known = root in sys.stdlib_module_names or root in {"torch", "numpy"}
             assert known, f"{path} imports {root}, which no rule allows"
+
+
+def test_adapters_of_engines_import_no_other_adapter():
+    for folder, forbidden in (
+        ("integrations/vllm", ("transformers", "kvpress", "lm_eval")),
+        ("integrations/transformers", ("vllm", "kvpress", "lm_eval")),
+    ):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            named = imports(path)
+            assert not [n for n in named for other in forbidden if n.startswith(f"centroidkv.integrations.{other}")], (
+                path
+            )
 
 
 def module_of(path: Path) -> str:

@@ -170,8 +170,8 @@ def test_states_are_joined_and_widened_with_all_they_carry():
 
 def test_pages_that_cannot_hold_it_say_so():
     from centroidkv.integrations.vllm import ServingPlan
-    from centroidkv.integrations.vllm.cluster import cluster
-    from centroidkv.integrations.vllm.pages import Pages, slot_bytes
+    from centroidkv.paged.cluster import cluster
+    from centroidkv.paged.pages import Pages, slot_bytes
 
     plan = ServingPlan(compressor(0.5), 16, 16)
     cache = torch.randn(8, 2, 16, slot_bytes(32, 32, torch.float32, False) // 4)

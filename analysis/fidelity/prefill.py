@@ -15,10 +15,10 @@ from analysis.capture import recording
 from centroidkv import KVState, presets
 from centroidkv.allocation import depths_of
 from centroidkv.cache import GrowingState
+from centroidkv.integrations.rope import rotary_of
 from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.integrations.transformers.layer import CentroidLayer
 from centroidkv.integrations.transformers.release import text_config
-from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.rotary import Rotary
 
 NEVER = 10**9

@@ -98,7 +98,7 @@ def a_preserved_key_moves(put):
 
 
 def pages_hold_degrees_of_another_head(put):
-    from centroidkv.integrations.vllm.pages import Pages
+    from centroidkv.paged.pages import Pages
 
     plain = Pages.fill
 

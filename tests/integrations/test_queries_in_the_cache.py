@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 from analysis.capture import capture
 from centroidkv import Compressor, KVState
 from centroidkv.errors import BackendError
+from centroidkv.integrations.rope import rotary_of
 from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.integrations.transformers.caller import find_queries
-from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.matching import WardMatching
 from centroidkv.preserve import Distinctive, Recent, Sinks
 from centroidkv.queries import QUERIES, sample_queries

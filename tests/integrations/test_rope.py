@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from centroidkv.errors import RotaryError
-from centroidkv.integrations.transformers.rope import rotary_of
+from centroidkv.integrations.rope import rotary_of
 
 KINDS = {
     "default": {"rope_type": "default", "rope_theta": 5e5},

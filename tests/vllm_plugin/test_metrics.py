@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client")
 
 from centroidkv.integrations.vllm import ServingOptions, metrics
 from centroidkv.integrations.vllm.metrics import ClusteringStats
-from centroidkv.integrations.vllm.plan import plan_of
+from centroidkv.integrations.vllm.options import plan_of
 
 
 def events():

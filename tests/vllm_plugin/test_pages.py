@@ -14,10 +14,10 @@ from centroidkv import Budget, KVState, Rotary, native
 from centroidkv.attention import degree_attention, paged_degree_attention
 from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm import ServingOptions, ServingPlan
-from centroidkv.integrations.vllm.attend import attend, causal_attention
-from centroidkv.integrations.vllm.batch import lay_out, segments
-from centroidkv.integrations.vllm.cluster import cluster
-from centroidkv.integrations.vllm.pages import Pages, slot_bytes
+from centroidkv.paged.attend import attend, causal_attention
+from centroidkv.paged.batch import lay_out, segments
+from centroidkv.paged.cluster import cluster
+from centroidkv.paged.pages import Pages, slot_bytes
 
 HEADS, GROUPS, SIZE, BLOCK = 2, 3, 8, 16
 SCALE = SIZE**-0.5

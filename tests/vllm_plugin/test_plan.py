@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from centroidkv import Budget, Compressor, presets
 from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm import ServingOptions, ServingPlan
-from centroidkv.integrations.vllm.options import usable_presets
-from centroidkv.integrations.vllm.plan import Region, plan_of
+from centroidkv.integrations.vllm.options import plan_of, usable_presets
+from centroidkv.paged.plan import Region
 from centroidkv.preserve import Recent, Sinks
 
 plans = st.builds(

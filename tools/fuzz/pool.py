@@ -15,10 +15,10 @@ from centroidkv.attention import paged_degree_attention
 from centroidkv.attention.limits import kernel_fits
 from centroidkv.attention.paged.native import why_not
 from centroidkv.integrations.vllm import ServingOptions, ServingPlan
-from centroidkv.integrations.vllm.attend import attend, causal_attention
-from centroidkv.integrations.vllm.batch import lay_out
-from centroidkv.integrations.vllm.cluster import cluster
-from centroidkv.integrations.vllm.pages import Pages, slot_bytes
+from centroidkv.paged.attend import attend, causal_attention
+from centroidkv.paged.batch import lay_out
+from centroidkv.paged.cluster import cluster
+from centroidkv.paged.pages import Pages, slot_bytes
 from centroidkv.testing.strategies import make_keys
 from tools.fuzz.found import expect, expect_close
 

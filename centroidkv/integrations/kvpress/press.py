@@ -21,9 +21,9 @@ from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, BudgetError, CacheError, StageError
 from centroidkv.integrations.kvpress.layer import PressedLayer
 from centroidkv.integrations.kvpress.loan import Loan
+from centroidkv.integrations.rope import rotary_of
 from centroidkv.integrations.transformers.attention import takes_tags
 from centroidkv.integrations.transformers.masks import real_columns
-from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.queries import QUERIES, evenly, sample_queries
 from centroidkv.records import Budget
 from centroidkv.rotary import Rotary

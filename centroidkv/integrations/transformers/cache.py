@@ -15,6 +15,7 @@ from centroidkv.cache import CacheStats, FixedState, GrowingState, Storage
 from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
 from centroidkv.errors import CentroidKVError
+from centroidkv.integrations.rope import rotary_of
 from centroidkv.integrations.transformers import checks, saving
 from centroidkv.integrations.transformers.caller import find_caller, find_queries
 from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_route, check_step
@@ -30,7 +31,6 @@ from centroidkv.integrations.transformers.layout import (
 )
 from centroidkv.integrations.transformers.release import query_length as tokens_asked
 from centroidkv.integrations.transformers.release import shared_kwargs, text_config
-from centroidkv.integrations.transformers.rope import rotary_of
 from centroidkv.rotary import Rotary
 
 

@@ -47,34 +47,6 @@ def tokens_to_remove(argument: int, logical: int) -> int:
     return max(logical - argument, 0)
 
 
-def rope_parameters(config: Any, layer_type: str) -> dict[str, Any] | None:
-    """What the configuration says of RoPE in ``layer_type`` layers: ``rope_theta``, ``rope_type`` and its parameters.
-
-    From 5.0 it is one dict, or one per layer type. In 4.57 the base is a field of its own, the scaling a dict, and
-    sliding layers of hybrid models have a base (``rope_local_base_freq``) and no scaling.
-
-    Returns:
-        A new dict; None if the configuration says nothing.
-    """
-    stated = getattr(config, "rope_parameters", None)
-    if stated:
-        return dict(stated.get(layer_type, stated))
-    theta = getattr(config, "rope_theta", None)
-    local = getattr(config, "rope_local_base_freq", None)
-    if layer_type == "sliding_attention" and local is not None:
-        return {"rope_theta": local, "rope_type": "default"}
-    if theta is None:
-        return None
-    scaling = dict(getattr(config, "rope_scaling", None) or {})
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    return {**scaling, "rope_theta": theta, "rope_type": kind}
-
-
-def rope_init_options(config: Any, layer_type: str) -> dict[str, Any]:
-    """What ROPE_INIT_FUNCTIONS want besides the configuration, where it nests one dict per layer type."""
-    return {"layer_type": layer_type} if layer_type in (getattr(config, "rope_parameters", None) or ()) else {}
-
-
 _CROP_TAKES_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 

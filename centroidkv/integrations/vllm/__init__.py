@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from centroidkv.integrations.vllm.options import SECTION, WORKER, ServingOptions
-from centroidkv.integrations.vllm.plan import ServingPlan
+from centroidkv.paged.plan import ServingPlan
 
 __all__ = ["SECTION", "WORKER", "ServingOptions", "ServingPlan", "Worker", "register"]
 

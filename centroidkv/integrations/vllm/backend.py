@@ -19,13 +19,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from centroidkv.errors import RotaryError, ServingError
-from centroidkv.integrations.transformers.rope import rotary_of
-from centroidkv.integrations.vllm.attend import attend, causal_attention
-from centroidkv.integrations.vllm.batch import Batch, lay_out
-from centroidkv.integrations.vllm.cluster import cluster
+from centroidkv.integrations.rope import rotary_of
 from centroidkv.integrations.vllm.manager import CentroidSpec
 from centroidkv.integrations.vllm.options import WORKER, ServingOptions
-from centroidkv.integrations.vllm.pages import Pages
+from centroidkv.paged.attend import attend, causal_attention
+from centroidkv.paged.batch import Batch, lay_out
+from centroidkv.paged.cluster import cluster
+from centroidkv.paged.pages import Pages
 from centroidkv.rotary import Rotary
 
 

@@ -14,7 +14,7 @@ BLOCK = 32
 
 
 def stock_causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attention over a prompt as vLLM computes it; see :data:`~centroidkv.integrations.vllm.attend.Prompts`.
+    """Attention over a prompt as vLLM computes it; see :data:`~centroidkv.paged.attend.Prompts`.
 
     Its kernel wants keys and values interleaved for the processor's matrix unit. They are copied into that order, which
     costs little beside the attention: a prompt's queries are many.

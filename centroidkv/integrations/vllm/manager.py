@@ -11,9 +11,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from centroidkv.errors import ServingError
-from centroidkv.integrations.vllm.options import ServingOptions
-from centroidkv.integrations.vllm.pages import slot_bytes
-from centroidkv.integrations.vllm.plan import ServingPlan, plan_of
+from centroidkv.integrations.vllm.options import ServingOptions, plan_of
+from centroidkv.paged.pages import slot_bytes
+from centroidkv.paged.plan import ServingPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import time
 
 from prometheus_client import REGISTRY, Counter
 
-from centroidkv.integrations.vllm.plan import Event
+from centroidkv.paged.plan import Event
 
 SECONDS_BETWEEN_LINES = 10.0
 PREFIX = "centroidkv:"

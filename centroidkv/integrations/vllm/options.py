@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields, replace
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from centroidkv import presets
 from centroidkv.compressor import Compressor
 from centroidkv.errors import CentroidKVError, ServingError
+from centroidkv.paged.plan import ServingPlan
 from centroidkv.preserve import Distinctive, Recent, Sinks
 from centroidkv.records import Budget
 from centroidkv.similarity import Cosine
@@ -183,3 +185,9 @@ def _resized(members: list[Any], kind: type, count: int, preset: str) -> list[An
 def usable_presets() -> list[str]:
     """Presets that a server can carry out."""
     return [name for name, preset in presets.ALL.items() if _why_not(preset()) is None]
+
+
+@lru_cache(typed=True)  # and options compare by type too, else a budget of 1 slot would get the plan of 1.0, everything
+def plan_of(options: ServingOptions, block_size: int, dtype: torch.dtype) -> ServingPlan:
+    """The one plan of these options in this process."""
+    return ServingPlan(options.compressor(dtype), block_size, options.interval)

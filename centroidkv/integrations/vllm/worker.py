@@ -9,10 +9,10 @@ import torch
 
 from centroidkv.errors import ServingError
 from centroidkv.integrations.vllm.checks import check_config
-from centroidkv.integrations.vllm.cluster import cluster
 from centroidkv.integrations.vllm.metrics import ClusteringStats
 from centroidkv.integrations.vllm.options import ServingOptions
 from centroidkv.native import why_not_native
+from centroidkv.paged.cluster import cluster
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as Base

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from centroidkv.integrations.vllm.plan import Event, ServingPlan
+from centroidkv.paged.plan import Event, ServingPlan
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from centroidkv.attention import degree_attention, paged_degree_attention
 from centroidkv.attention.paged.native import paged_degree_attention_native, why_not
-from centroidkv.integrations.vllm.batch import Batch, Chunk, Decode, Segment
-from centroidkv.integrations.vllm.pages import Pages
-from centroidkv.integrations.vllm.plan import Event
+from centroidkv.paged.batch import Batch, Chunk, Decode, Segment
+from centroidkv.paged.pages import Pages
+from centroidkv.paged.plan import Event
 
 Clusterer = Callable[[Tensor, Event], None]
 """Carries out an event on the blocks of one request, in the layer that attends."""

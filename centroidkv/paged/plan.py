@@ -13,11 +13,8 @@ from functools import lru_cache
 from numbers import Integral
 from operator import index
 
-import torch
-
 from centroidkv.compressor import Compressor
 from centroidkv.errors import ServingError
-from centroidkv.integrations.vllm.options import ServingOptions
 from centroidkv.records import Budget
 
 PROMPTS_REMEMBERED = 4096
@@ -67,7 +64,8 @@ class ServingPlan:
         block_size: slots per block.
         interval: tokens between two compressions.
 
-    >>> plan = ServingPlan(ServingOptions(budget=0.25).compressor(), block_size=32, interval=128)
+    >>> from centroidkv import presets
+    >>> plan = ServingPlan(presets.quick(0.25), block_size=32, interval=128)
     >>> plan.region(prompt=4000, computed=3999), plan.region(prompt=4000, computed=4000)
     (Region(first=0, end=0), Region(first=94, end=125))
     """
@@ -154,9 +152,3 @@ def _tokens(number: int) -> int:
         return index(number)
     except TypeError:
         raise ServingError(f"tokens are counted in whole numbers, got {number!r}") from None
-
-
-@lru_cache(typed=True)  # and options compare by type too, else a budget of 1 slot would get the plan of 1.0, everything
-def plan_of(options: ServingOptions, block_size: int, dtype: torch.dtype) -> ServingPlan:
-    """The one plan of these options in this process."""
-    return ServingPlan(options.compressor(dtype), block_size, options.interval)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from centroidkv.errors import ServingError
-from centroidkv.integrations.vllm.pages import Pages
-from centroidkv.integrations.vllm.plan import Event, ServingPlan
+from centroidkv.paged.pages import Pages
+from centroidkv.paged.plan import Event, ServingPlan
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
 

@@ -1,4 +1,4 @@
-"""How a transformers model rotates its keys, read off its configuration."""
+"""How a model rotates its keys, read off its configuration as transformers has it; vLLM and kvpress have the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from centroidkv.errors import RotaryError
-from centroidkv.integrations.transformers.release import rope_init_options, rope_parameters
 from centroidkv.rotary import Rotary
 
 HALF_LAYOUT = frozenset(
@@ -48,3 +47,31 @@ def rotary_of(config: Any, layer_type: str = "full_attention") -> Rotary:
         raise RotaryError(f"RoPE of type {kind!r} is not known to this transformers release; {by_hand}")
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, device="cpu", **rope_init_options(config, layer_type))
     return Rotary(inv_freq.float(), scaling=float(scaling))
+
+
+def rope_parameters(config: Any, layer_type: str) -> dict[str, Any] | None:
+    """What the configuration says of RoPE in ``layer_type`` layers: ``rope_theta``, ``rope_type`` and its parameters.
+
+    From 5.0 it is one dict, or one per layer type. In 4.57 the base is a field of its own, the scaling a dict, and
+    sliding layers of hybrid models have a base (``rope_local_base_freq``) and no scaling.
+
+    Returns:
+        A new dict; None if the configuration says nothing.
+    """
+    stated = getattr(config, "rope_parameters", None)
+    if stated:
+        return dict(stated.get(layer_type, stated))
+    theta = getattr(config, "rope_theta", None)
+    local = getattr(config, "rope_local_base_freq", None)
+    if layer_type == "sliding_attention" and local is not None:
+        return {"rope_theta": local, "rope_type": "default"}
+    if theta is None:
+        return None
+    scaling = dict(getattr(config, "rope_scaling", None) or {})
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+    return {**scaling, "rope_theta": theta, "rope_type": kind}
+
+
+def rope_init_options(config: Any, layer_type: str) -> dict[str, Any]:
+    """What ROPE_INIT_FUNCTIONS want besides the configuration, where it nests one dict per layer type."""
+    return {"layer_type": layer_type} if layer_type in (getattr(config, "rope_parameters", None) or ()) else {}
