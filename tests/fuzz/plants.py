@@ -111,7 +111,7 @@ def pages_hold_degrees_of_another_head(put):
 def a_request_reads_one_block_too_few(put):
     from dataclasses import replace
 
-    from centroidkv.integrations.vllm import batch
+    from centroidkv.paged import batch
 
     plain = batch._segment
 
