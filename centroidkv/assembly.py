@@ -64,6 +64,6 @@ def check_backend(name: Any, stages: Stages) -> None:
     """
     if not isinstance(name, str) or name not in ORDERS:
         raise BackendError(f"backend is one of {tuple(ORDERS)}, got {name!r}")
-    found = {backend.name: backend.why_not(stages) for backend in ORDERS[name]} if len(ORDERS[name]) == 1 else {}
-    if reason := found.get(name):
+    first, *others = ORDERS[name]
+    if not others and (reason := first.why_not(stages)):
         raise refusal({name: reason})

@@ -157,7 +157,7 @@ class KVState:
 
     def map_slots(self, change: Callable[[Tensor], Tensor], **others: Any) -> KVState:
         """``change`` applied to every tensor with a slot axis ``[B, H, T, ...]``; ``others`` replace other fields."""
-        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _SLOT_TENSORS}
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in SLOTS}
         data = {name: change(data) for name, data in self.slot_data.items()}
         return replace(self, **changed, slot_data=data, **others)
 
@@ -243,7 +243,8 @@ class KVState:
         return self
 
 
-_SLOT_TENSORS = ("keys", "values", "degree", "positions")
+SLOTS = ("keys", "values", "degree", "positions")
+"""The tensors with an axis of slots that every state has."""
 
 
 def gather_slots(data: Tensor, index: Tensor) -> Tensor:

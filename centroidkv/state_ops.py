@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from centroidkv.state import KVState
+from centroidkv.state import SLOTS, KVState
 
-SLOTS = ("keys", "values", "degree", "positions")
-"""The tensors with an axis of slots that every state has."""
 DATA = "slot_data."
 """What comes before the names of the others."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from centroidkv.state import KVState
-from centroidkv.state_ops import SLOTS, fill_of, tensors_of
+from centroidkv.state import SLOTS, KVState
+from centroidkv.state_ops import fill_of, tensors_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,9 +71,10 @@ class Native(Backend):
     name = "native"
 
     def why_not(self, stages: Stages) -> str | None:
-        if formulas(stages) != COSINE_SOFT and why_no_settings(stages) is None:
-            return "it knows Cosine() with BipartiteSoftMatching() only"
-        return why_no_settings(stages) or why_not_native()
+        reason = why_no_settings(stages)
+        if reason is None and formulas(stages) != COSINE_SOFT:
+            reason = "it knows Cosine() with BipartiteSoftMatching() only"
+        return reason or why_not_native()
 
     def why_not_on(self, device: torch.device) -> str | None:
         return None if device.type == "cpu" else f"it is for the CPU, not {device}"

@@ -17,7 +17,7 @@ from centroidkv.records import Assignment
 from centroidkv.rounds.backend import Backend
 from centroidkv.rounds.stages import Stages
 from centroidkv.state import KVState, accumulation_dtype
-from centroidkv.traits import MatcherTraits, SimilarityTraits
+from centroidkv.traits import SimilarityTraits
 
 
 def reference_rounds(stages: Stages, state: KVState, free: Tensor, sizes: Sequence[int]) -> KVState:
@@ -74,7 +74,7 @@ def one_round(stages: Stages, state: KVState, size: int) -> KVState:
 
 def comparable(stages: Stages, state: KVState) -> tuple[Tensor, Tensor]:
     """Keys and masses as the stages want to see them: before or after RoPE, per head or averaged."""
-    mass, similarity = MatcherTraits.of(stages.matching).mass, stages.similarity
+    mass, similarity = stages.said.mass, stages.similarity
     weight, seen = state.degree if mass is None else state.slot_data[mass], SimilarityTraits.of(similarity)
     if seen.features is not None:
         return seen.features(state), weight

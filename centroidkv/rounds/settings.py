@@ -14,7 +14,7 @@ from typing import Any
 from centroidkv.rounds.scorers import SCORERS, Scorer
 from centroidkv.rounds.stages import Stages
 from centroidkv.state import KVState
-from centroidkv.traits import MatcherTraits, SimilarityTraits, own
+from centroidkv.traits import SimilarityTraits, own
 
 COSINE_SOFT = ("cosine", "soft")
 """The formulas of the similarity and the matcher that most fast paths are written for."""
@@ -41,7 +41,7 @@ class Settings:
     @classmethod
     def of(cls, stages: Stages) -> Settings:
         """Those of stages for which :func:`why_no_settings` finds no reason against them."""
-        similarity, split, said = stages.similarity, stages.partition, MatcherTraits.of(stages.matching)
+        similarity, split, said = stages.similarity, stages.partition, stages.said
         return cls(
             chunk=split.chunk_size,  # type: ignore[attr-defined]  # formulas vouch for the parameters they know
             rank=said.rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -22,17 +23,22 @@ class Stages:
     matching: Matcher
     aggregate: Aggregator
 
+    @cached_property
+    def said(self) -> MatcherTraits:
+        """What the matcher says of itself; planning asks for every round."""
+        return MatcherTraits.of(self.matching)
+
     def split(self, length: int) -> Partition:
         """The partition of ``length`` slots; one without sides for a matcher that works on all slots."""
-        if MatcherTraits.of(self.matching).needs_partition:
+        if self.said.needs_partition:
             return split_by(self.partition, length)
         return Partition(length, ())
 
     def capacity(self, length: int) -> int:
         """The most slots that one round can remove from ``length``."""
-        # Planning asks for every round; a partition that can tell without listing its slots says so itself.
+        # A partition that can tell without listing its slots says so itself.
         known = own(self.partition, "capacity")
-        if known is not None and MatcherTraits.of(self.matching).needs_partition:
+        if known is not None and self.said.needs_partition:
             return int(known(self.partition, length))
         return matcher_capacity(self.matching, self.split(length))
 

@@ -21,6 +21,14 @@ def lose(*_):
     raise ArithmeticError("lost")
 
 
+def stop_at_layer_1(case, cache, tokens):
+    """A forward pass of so many tokens that only layer 0 takes."""
+    hook = case.model.model.layers[1].register_forward_pre_hook(lose)
+    with pytest.raises(ArithmeticError):
+        case.forward(case.prompt(tokens), cache)
+    hook.remove()
+
+
 @pytest.mark.parametrize("before", [0, 20], ids=["first pass", "later pass"])
 def test_a_pass_that_stopped_after_a_sliding_layer_is_noticed(before):
     """The compressed layers are all in step: only the window ahead of them has moved on."""
@@ -29,10 +37,7 @@ def test_a_pass_that_stopped_after_a_sliding_layer_is_noticed(before):
         cache = case.cache()
         if before:
             case.forward(case.prompt(before), cache)
-        hook = case.model.model.layers[1].register_forward_pre_hook(lose)
-        with pytest.raises(ArithmeticError):
-            case.forward(case.prompt(9), cache)
-        hook.remove()
+        stop_at_layer_1(case, cache, tokens=9)
         with pytest.raises(CacheError, match=r"reset\(\)"):
             case.forward(case.prompt(9), cache)
 
@@ -43,10 +48,7 @@ def test_a_pass_that_stopped_between_two_sliding_layers_is_noticed():
     with case.attending("sdpa"):
         with pytest.warns(BudgetNotMetWarning):
             case.forward(case.prompt(20), cache := case.cache())
-        hook = case.model.model.layers[1].register_forward_pre_hook(lose)
-        with pytest.raises(ArithmeticError):
-            case.forward(case.prompt(3), cache)
-        hook.remove()
+        stop_at_layer_1(case, cache, tokens=3)
         with pytest.raises(CacheError, match=r"reset\(\)"):
             case.forward(case.prompt(1), cache)
 
