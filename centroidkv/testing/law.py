@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import Phase, given, reject, settings
+from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis.errors import Flaky, HypothesisException
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
@@ -132,8 +132,10 @@ class Law:
         give_up = float("inf")
 
         @settings(
-            max_examples=examples or profile.max_examples, report_multiple_bugs=False, deadline=None, phases=phases
-        )
+            max_examples=examples or profile.max_examples, report_multiple_bugs=False, deadline=None, phases=phases,
+            # A law that says nothing about many inputs is right to; it is tried until it has said enough.
+            suppress_health_check={*profile.suppress_health_check, HealthCheck.filter_too_much},
+        )  # fmt: skip
         @given(self.cases)
         def search(case: Any) -> None:
             nonlocal give_up
