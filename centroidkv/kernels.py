@@ -57,19 +57,16 @@ def why_not_triton(device: torch.device | str) -> str | None:
     >>> why_not_triton("meta")
     "Triton has no kernels for device type 'meta'"
     """
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed; pip install triton"
     kind = torch.device(device).type
-    if kind == "cuda":  # AMD's GPUs go by the same name in PyTorch
-        return None
-    if kind == "cpu":
-        if os.environ.get(INTERPRET) == "1":
-            return None
+    if kind not in ("cuda", "cpu"):  # AMD's GPUs go by the first name in PyTorch, too
+        return f"Triton has no kernels for device type {kind!r}"
+    if kind == "cpu" and os.environ.get(INTERPRET) != "1":
         return (
             f"the tensors are on the CPU; Triton needs a GPU, or {INTERPRET}=1 set before its first import "
             "(slow, for tests)"
         )
-    return f"Triton has no kernels for device type {kind!r}"
+    # Last, as it looks through folders.
+    return None if importlib.util.find_spec("triton") else "the package triton is not installed; pip install triton"
 
 
 def require_triton(device: torch.device | str) -> None:

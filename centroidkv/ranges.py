@@ -6,6 +6,7 @@ numbers scaled by a power of two, which changes no digit of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -25,7 +26,7 @@ def all_finite(x: Tensor) -> bool:
     """
     # A finite sum proves finite parts; only a suspicious one is worth the exact, slower look.
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return bool(torch.isfinite(x.sum(dtype=kind))) or bool(torch.isfinite(x).all())
+    return math.isfinite(x.sum(dtype=kind).item()) or bool(torch.isfinite(x).all())
 
 
 def in_hull(compute: Callable[[float], Tensor], dtype: torch.dtype) -> Tensor:
@@ -40,11 +41,12 @@ def in_hull(compute: Callable[[float], Tensor], dtype: torch.dtype) -> Tensor:
     >>> in_hull(lambda scale: scale * a + 0.5 * (scale * b - scale * a), torch.float32).tolist()
     [0.0, 1.5]
     """
-    mean = compute(1.0).to(dtype)
-    if all_finite(mean):
-        return mean
+    mean = compute(1.0)
     # A difference or sum that overflows is infinite, and stays infinite or NaN to the end: so this finds all of them.
-    limit = torch.finfo(dtype).max
+    # What is finite here is so in ``dtype`` too: its last number is further from infinity than sums are from the mean.
+    if all_finite(mean):
+        return mean.to(dtype)
+    mean, limit = mean.to(dtype), torch.finfo(dtype).max
     again = compute(QUARTER).clamp(-limit * QUARTER, limit * QUARTER) / QUARTER  # rounding may step over the end
     return torch.where(torch.isfinite(mean), mean, again.to(dtype))
 

@@ -129,14 +129,14 @@ class _Group:
                 f"similarities are NaN, so {edges} merges per head cannot be chosen: keys or values are so long that "
                 f"comparing them leaves {self.dtype}. Look for an overflow upstream"
             )
-        mass, total = before[movers], self.weights["degree"][targets]
+        # In the wider type, if keys and values differ: rounded to the narrower one this is what it would give itself.
+        share = before[movers].to(self.dtype) / self.weights["degree"][targets].to(self.dtype)
         stays = torch.ones(len(self.origin), dtype=torch.bool)
         stays[movers] = False
         keep = stays.nonzero()[:, 0]
         landing = changed - torch.searchsorted(movers, changed)
         for i, (x, into) in enumerate(zip(self.rows, room, strict=True)):
-            exact = accumulation_dtype(x.dtype)
-            merged = _centroids(x, movers, targets, mass.to(exact) / total.to(exact), changed, which)
+            merged = _centroids(x, movers, targets, share.to(accumulation_dtype(x.dtype)), changed, which)
             self.rows[i] = _move_up(x, keep, int(movers[0]), into).index_copy_(0, landing, merged)
             if i == 0 and self.noted is not None:
                 self.noted = self.noted.index_select(0, keep)

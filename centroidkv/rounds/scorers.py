@@ -44,10 +44,14 @@ class CosineOfKeys:
     def note(self, keys: Tensor) -> Tensor:
         """1 / |k|, or 0 where that is 0."""
         norm = torch.linalg.vector_norm(keys, dim=-1)
-        # Norms that cannot be squared are taken again, block by block, from keys brought to a size that can.
-        self.safe &= not len(norm) or bool(norm.amax() < SAFE and norm.masked_fill(norm == 0, 1).amin() > 1 / SAFE)
-        if self.safe and len(norm) and not bool(norm.amin()):  # a tiny key whose squares vanish is not a zero key
-            self.safe = not bool(keys[norm == 0].any())
+        if self.safe and len(norm):
+            least, most = (x.item() for x in norm.aminmax())
+            if 1 / SAFE < least and most < SAFE:
+                return norm.reciprocal_()
+            # Norms that cannot be squared are taken again, block by block, from keys brought to a size that can. A key
+            # of zeros is none of them; a tiny key whose squares vanish is.
+            zero = norm == 0
+            self.safe = bool(most < SAFE and norm.masked_fill(zero, 1).amin() > 1 / SAFE and not keys[zero].any())
         return norm.reciprocal_().masked_fill_(norm.isinf(), 0) if self.safe else norm
 
     def __call__(self, keys: Tensor, values: Tensor, weight: Tensor, noted: Tensor) -> tuple[Tensor, Tensor]:
