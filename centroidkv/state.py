@@ -92,28 +92,24 @@ class KVState:
         for name, tensor in (("keys", keys), ("values", values)):
             if tensor.ndim != 4:
                 raise ShapeError(f"{name} must be [B, H, T, D], got {tuple(tensor.shape)}")
-        batch, heads, slots, _ = keys.shape
+        batch, _, slots, _ = keys.shape
         if mask is None:
-            real = torch.ones(batch, slots, dtype=torch.bool, device=keys.device)
-        else:
-            if mask.shape != (batch, slots):
-                raise ShapeError(
-                    f"mask must be [B, T] = {(batch, slots)} to fit the keys, got {tuple(mask.shape)}; "
-                    "pass the 2-D padding mask, 1 for real tokens and 0 for padding"
-                )
-            if mask.device != keys.device:
-                raise DeviceError(f"mask is on {mask.device}, keys are on {keys.device}; move them to one device")
-            real = real_tokens(mask)
+            degree = torch.ones(keys.shape[:3], dtype=torch.float32, device=keys.device)
+            positions = torch.arange(slots, device=keys.device).expand(keys.shape[:3]).contiguous()
+            seen = torch.full((batch,), slots, device=keys.device)
+            return cls(keys, values, degree, positions, seen=seen, rotary=rotary)
+        if mask.shape != (batch, slots):
+            raise ShapeError(
+                f"mask must be [B, T] = {(batch, slots)} to fit the keys, got {tuple(mask.shape)}; "
+                "pass the 2-D padding mask, 1 for real tokens and 0 for padding"
+            )
+        if mask.device != keys.device:
+            raise DeviceError(f"mask is on {mask.device}, keys are on {keys.device}; move them to one device")
+        real = real_tokens(mask)
         # Padding repeats its left neighbour's number, which keeps positions ascending along T.
         numbers = (real.long().cumsum(-1) - 1).clamp(min=0)
-        return cls(
-            keys=keys,
-            values=values,
-            degree=real.float()[:, None].expand(batch, heads, slots).contiguous(),
-            positions=numbers[:, None].expand(batch, heads, slots).contiguous(),
-            seen=real.sum(-1),
-            rotary=rotary,
-        )
+        degree, positions = (x[:, None].expand(keys.shape[:3]).contiguous() for x in (real.float(), numbers))
+        return cls(keys, values, degree, positions, seen=real.sum(-1), rotary=rotary)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -274,16 +270,16 @@ def _check_layout(state: KVState) -> None:
     for name, tensor in (("degree", degree), ("positions", positions)):
         if tensor.shape != keys.shape[:3]:
             raise ShapeError(f"{name} must be [B, H, T] = {tuple(keys.shape[:3])}, got {tuple(tensor.shape)}")
-    for name, tensor in (("keys", keys), ("values", values)):
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise DtypeError(f"{name} must be floating point ({', '.join(map(str, FLOAT_DTYPES))}), got {tensor.dtype}")
+    for name, kind in (("keys", keys.dtype), ("values", values.dtype)):
+        if kind not in FLOAT_DTYPES:
+            raise DtypeError(f"{name} must be floating point ({', '.join(map(str, FLOAT_DTYPES))}), got {kind}")
     if degree.dtype != torch.float32:
         raise DtypeError(f"degree must be float32, got {degree.dtype}; half precision loses counts above 256 or 2048")
     if positions.dtype not in INTEGER_DTYPES:
         raise DtypeError(f"positions must be int32 or int64, got {positions.dtype}")
-    devices = {str(tensor.device) for tensor in (keys, values, degree, positions)}
-    if len(devices) > 1:
-        raise DeviceError(f"a state lives on one device, got {sorted(devices)}; move its tensors together")
+    if not keys.device == values.device == degree.device == positions.device:
+        devices = sorted({str(tensor.device) for tensor in (keys, values, degree, positions)})
+        raise DeviceError(f"a state lives on one device, got {devices}; move its tensors together")
     for name, data in state.slot_data.items():
         if data.shape[:3] != keys.shape[:3]:
             raise ShapeError(

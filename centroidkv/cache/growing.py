@@ -202,7 +202,7 @@ class GrowingState:
         new = KVState.from_kv(keys, values, real, rotary=self.rotary)
         # int32 holds any position and is half the bytes.
         positions = (new.positions + (0 if self._kept is None else self._kept.like.seen[:, None, None])).int()
-        new = new.map_slots(lambda x: positions if x is new.positions else x)
+        new = replace(new, positions=positions)
         return self._begin(new) if self._kept is None else self._kept.extend(new)
 
     def _check_fit(self, keys: Tensor, values: Tensor) -> None:

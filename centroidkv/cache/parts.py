@@ -51,7 +51,7 @@ class Whole:
 
     def extend(self, new: KVState) -> Whole:
         """With ``new`` tokens behind; their positions are final, their ``seen`` is what they add."""
-        return Whole(replace(self._room.extend(self._state, new), rotary=new.rotary), self._room)
+        return Whole(self._room.extend(self._state, new), self._room)
 
     def settle(self, kept: KVState, live: list[int], stored: set[int]) -> Whole:
         """After an event that made ``kept`` of everything; its rows hold ``live`` slots behind empty ones."""

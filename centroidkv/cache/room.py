@@ -28,16 +28,17 @@ class Room:
 
         Args:
             state: any.
-            new: as many rows and heads, the same types; slot data that it lacks is filled as its rule says.
+            new: as many rows and heads, the same types; slot data that it lacks is filled as its rule says. The result
+                is rotated as it is.
         """
         state, new = completed(state, new), completed(new, state)
         length = state.slots + new.slots
         if not self._holds(state, length):
             self._buffers = {name: _roomy(tensor, length + SPARE) for name, tensor in tensors_of(state).items()}
         for name, tensor in tensors_of(new).items():
-            self._buffers[name][:, :, state.slots : length] = tensor
-        views = {name: buffer[:, :, :length] for name, buffer in self._buffers.items()}
-        return with_tensors(state, views, seen=state.seen + new.seen)
+            self._buffers[name].narrow(2, state.slots, new.slots).copy_(tensor)
+        views = {name: buffer.narrow(2, 0, length) for name, buffer in self._buffers.items()}
+        return with_tensors(state, views, seen=state.seen + new.seen, rotary=new.rotary)
 
     def nbytes_behind(self, state: KVState) -> int:
         """Bytes of the spare slots behind ``state``; 0 for a state that is not in these buffers."""

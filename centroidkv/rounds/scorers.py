@@ -46,7 +46,7 @@ class CosineOfKeys:
         norm = torch.linalg.vector_norm(keys, dim=-1)
         if self.safe and len(norm):
             least, most = (x.item() for x in norm.aminmax())
-            if 1 / SAFE < least and most < SAFE:
+            if least > 1 / SAFE and most < SAFE:
                 return norm.reciprocal_()
             # Norms that cannot be squared are taken again, block by block, from keys brought to a size that can. A key
             # of zeros is none of them; a tiny key whose squares vanish is.
