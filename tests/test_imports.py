@@ -60,9 +60,10 @@ ALLOWED = {
     "assembly": {"errors", "preserve", "rounds", "traits"},
     "builder": {"aggregate", "allocation", "matching", "partition", "preserve", "records", "schedule", "similarity"},
     "compressor": BASE | {"allocation", "assembly", "builder", "dense", "rounds", "schedule", "preserve"},
-    "cache": BASE | {"compressor", "dense"},
+    "trigger": {"compressor", "records"},
+    "cache": BASE | {"compressor", "dense", "trigger"},
     "presets": BASE | {"allocation", "compressor", "matching", "partition", "preserve", "schedule", "similarity"},
-    "paged": BASE | {"attention", "compressor"},
+    "paged": BASE | {"attention", "compressor", "trigger"},
     "integrations": BASE
     | {"paged", "allocation", "attention", "cache", "compressor", "presets", "preserve", "rounds", "similarity"},
     "cli": BASE | {"cache", "compressor", "integrations", "presets"},

@@ -1,4 +1,4 @@
-"""When a row of a batch is compressed."""
+"""What is counted of every row of a batch, to tell when it is compressed and what can be taken back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from centroidkv.state import KVState
+from centroidkv.trigger import OverBudget
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,14 @@ class RowClock:
             since=max(self.since + tokens, 0),
             columns=max(self.columns + columns, 0),
         )
+
+    def due(self, trigger: OverBudget) -> bool:
+        """Whether this row is to be compressed now."""
+        return trigger.due(self.seen, self.live, self.since, self.events)
+
+    def wait(self, trigger: OverBudget) -> int:
+        """Tokens until it may be due, at least 1."""
+        return trigger.wait(self.live, self.since, self.events)
 
     def at_event(self, live: int, merged: bool) -> RowClock:
         """Just compressed to ``live`` slots; an attempt that merged nothing waits for the next interval as well."""

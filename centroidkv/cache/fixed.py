@@ -148,7 +148,7 @@ class FixedState(GrowingState):
             )
         grown = self._front(self._known + taken)
         clocks = [clock.after(taken, taken) for clock in self._clocks]
-        due = [row for row, clock in enumerate(clocks) if self._due(clock)]
+        due = [row for row, clock in enumerate(clocks) if clock.due(self.trigger)]
         start = time.perf_counter()
         kept = map_rows(grown, due, lambda rows: self._compress(rows, None, due)) if due else grown
         clocks = after_event(clocks, due, grown, kept) if due else clocks
@@ -163,10 +163,7 @@ class FixedState(GrowingState):
 
     def _until_due(self) -> int:
         """Tokens until some row may be due, at least 1."""
-        budget = self.compressor.budget.slots(0)
-        rests = [budget + 1 - c.live if not c.events else max(budget + 1 - c.live, self.interval - c.since)
-                 for c in self._clocks]  # fmt: skip
-        return max(min(rests, default=1), 1)
+        return min((clock.wait(self.trigger) for clock in self._clocks), default=1)
 
     def _front(self, width: int) -> KVState:
         """The slots in use; views of the buffers, valid until the next event."""

@@ -21,6 +21,7 @@ from centroidkv.guards import check_types, refuse_gradients
 from centroidkv.queries import QUERIES
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
+from centroidkv.trigger import OverBudget
 
 
 class GrowingState:
@@ -46,6 +47,7 @@ class GrowingState:
             raise StageError(f"interval is a whole number of tokens >= 1, got {interval!r}")
         storage = None if storage is None else as_storage(storage)
         self.compressor, self.interval, self.rotary, self.storage = compressor, interval, rotary, storage
+        self.trigger = OverBudget(compressor, interval)
         self.clear()
 
     def clear(self) -> None:
@@ -161,7 +163,7 @@ class GrowingState:
 
     def _settle(self, longer: Whole | Parts, grown: KVState, clocks: list[RowClock], log: QueryLog | None) -> None:
         """Keep ``longer``, the rows that are due compressed; nothing is changed if the compressor raises."""
-        due = [row for row, clock in enumerate(clocks) if self._due(clock)]
+        due = [row for row, clock in enumerate(clocks) if clock.due(self.trigger)]
         seconds = 0.0
         if due:
             start = time.perf_counter()
@@ -191,12 +193,6 @@ class GrowingState:
             return self.compressor(rows, strict=False)
         asked = replace(rows, head_data={**rows.head_data, QUERIES: log.sample(due, rows.heads)})
         return replace(self.compressor(asked, strict=False), head_data=rows.head_data)
-
-    def _due(self, clock: RowClock) -> bool:
-        if clock.events and clock.since < self.interval:
-            return False
-        over = clock.live > self.compressor.budget.slots(clock.seen)
-        return over and self.compressor.fits(clock.seen, clock.live)
 
     def _grow(self, keys: Tensor, values: Tensor, real: Tensor | None) -> Whole | Parts:
         new = KVState.from_kv(keys, values, real, rotary=self.rotary)

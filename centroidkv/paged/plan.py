@@ -16,6 +16,7 @@ from operator import index
 from centroidkv.compressor import Compressor
 from centroidkv.errors import ServingError
 from centroidkv.records import Budget
+from centroidkv.trigger import PromptEnd, has_more_than
 
 PROMPTS_REMEMBERED = 4096
 
@@ -76,13 +77,13 @@ class ServingPlan:
         self.compressor = compressor
         self.block_size = _count("block_size", block_size, 1)
         self.interval = _count("interval", interval, 1)
+        self.trigger = PromptEnd(self.interval)
         self._regions: OrderedDict[int, list[Region]] = OrderedDict()
         self._untouched = lru_cache(PROMPTS_REMEMBERED)(self._count_untouched)  # asked for in every step
 
     def times(self, prompt: int, computed: int) -> int:
         """How many moments of compression, skipped ones included, have passed."""
-        prompt, computed = _tokens(prompt), _tokens(computed)
-        return 0 if computed < prompt else 1 + (computed - prompt) // self.interval
+        return self.trigger.moments(_tokens(prompt), _tokens(computed))
 
     def region(self, prompt: int, computed: int) -> Region:
         """Where the centroids are after all events up to ``computed`` tokens."""
@@ -93,7 +94,7 @@ class ServingPlan:
         for number in range(self.times(prompt, after) + 1, self.times(prompt, until) + 1):
             before, then = self._region(prompt, number - 1), self._region(prompt, number)
             if then != before:
-                yield Event(prompt + (number - 1) * self.interval, before, then)
+                yield Event(self.trigger.tokens(prompt, number), before, then)
 
     def acts(self, limit: int) -> bool:
         """Whether any request of up to ``limit`` tokens is ever compressed."""
@@ -120,7 +121,7 @@ class ServingPlan:
         known = self._regions.setdefault(prompt, [Region()])
         self._regions.move_to_end(prompt)
         while len(known) <= times:
-            known.append(self._next(known[-1], prompt + (len(known) - 1) * self.interval))
+            known.append(self._next(known[-1], self.trigger.tokens(prompt, len(known))))
         while len(self._regions) > PROMPTS_REMEMBERED:
             self._regions.popitem(last=False)
         return known[times]
@@ -129,10 +130,10 @@ class ServingPlan:
         end = tokens // self.block_size
         seen, slots = end * self.block_size, (end - before.first) * self.block_size
         blocks = self.compressor.budget.slots(seen) // self.block_size if seen else 0
-        if end <= before.end or blocks < 1 or blocks >= end - before.first:
+        if end <= before.end or blocks < 1:
             return before
         budget = blocks * self.block_size
-        if not self.compressor.fits(seen, slots, Budget.tokens(budget)):
+        if not has_more_than(Budget.tokens(budget), self.compressor, seen, slots):
             return before
         if self.sized(budget).plan(seen, slots).final != budget:
             return before

@@ -1,5 +1,5 @@
 """A dense Hugging Face run that clusters by the same rule as the plugin, written without any of its code but the
-compressor: per layer one plain state, cut at the last full block and compressed when tokens computed say so.
+compressor and the trigger: per layer one plain state, cut at the last full block and compressed when that says so.
 
 Which pairs are merged depends on comparisons, and now and then one is so close that the seventh digit of a key decides
 it. Two float32 implementations of a model differ there, as does this one from itself in float64. So a run can be given
@@ -17,6 +17,7 @@ from centroidkv import Budget, KVState
 from centroidkv.cache import GrowingState
 from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.integrations.transformers.layer import CentroidLayer
+from centroidkv.trigger import PromptEnd
 
 DIGITS = 1e-5
 """How far, relative to a head's norm, the keys of two float32 implementations may be apart. Found: up to 2e-6."""
@@ -49,8 +50,7 @@ class BlockwiseState(GrowingState):
     _held = None
 
     def _moment(self):
-        past = self.logical - self.prompt
-        return past >= 0 and past % self.interval == 0
+        return PromptEnd(self.interval).due(self.prompt, self.logical)
 
     def _compressed(self, held):
         full = self.logical // self.block_size * self.block_size

@@ -102,8 +102,8 @@ class Dense:
         out = degree_attention(
             query.transpose(0, 1)[None], held.keys, held.values, held.degree, scale=SCALE, backend="reference"
         )
-        past = self.seen - self.prompt
-        self.state = self.compressed(held) if past >= 0 and past % self.plan.interval == 0 else held
+        due = self.plan.trigger.due(self.prompt, self.seen)
+        self.state = self.compressed(held) if due else held
         return out[0].transpose(0, 1)
 
     def compressed(self, held: KVState) -> KVState:
