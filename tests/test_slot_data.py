@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import transformers
 
 from centroidkv import Budget, Compressor, KVState
 from centroidkv.cache import Exact, FixedState, GrowingState, Offloaded, Quantised
 from centroidkv.errors import ServingError, ShapeError, StageError
+from centroidkv.integrations.transformers import CentroidCache
+from centroidkv.paged import PageDatum, Pages, ServingPlan, cluster, lasting_data, slot_bytes
 from centroidkv.partition import Alternating
 from centroidkv.preserve import Recent, Sinks
 from centroidkv.schedule import Constant
@@ -168,15 +171,71 @@ def test_states_are_joined_and_widened_with_all_they_carry():
     assert completed(a, b) is a
 
 
-def test_pages_that_cannot_hold_it_say_so():
-    from centroidkv.integrations.vllm import ServingPlan
-    from centroidkv.paged.cluster import cluster
-    from centroidkv.paged.pages import Pages, slot_bytes
+BLOCK = 16
 
-    plan = ServingPlan(compressor(0.5), 16, 16)
-    cache = torch.randn(8, 2, 16, slot_bytes(32, 32, torch.float32, False) // 4)
-    pages = Pages.of(cache, 32, 32, False)
-    pages.write(torch.randn(64, 2, 32), torch.randn(64, 2, 32), torch.arange(16, 80))
-    event = next(iter(plan.events(64, 0, 64)))
-    with pytest.raises(ServingError, match=r"\['noted'\].*would be lost"):
-        cluster([pages], list(range(1, 5)), event, plan, None)
+
+def pages_of(plan, prompt, data):
+    """The pages of one request in blocks 1 to 4, and what was written into them."""
+    keys, values = (torch.randn(prompt, 2, 32) for _ in "kv")
+    cache = torch.full((6, 2, BLOCK, slot_bytes(32, 32, torch.float32, False, data) // 4), float("nan"))
+    pages = Pages.of(cache, 32, 32, False, data)
+    pages.write(keys, values, torch.arange(BLOCK, BLOCK + prompt))
+    return pages, KVState.from_kv(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+
+
+def test_it_travels_in_pages():
+    plan = ServingPlan(compressor(0.5), BLOCK, BLOCK)
+    data = lasting_data(plan.compressor, 32, 32, torch.float32)
+    assert data == (PageDatum("noted", (2,), torch.float32, NOTED),)
+    pages, state = pages_of(plan, 64, data)
+    table = [1, 2, 3, 4, 5]
+    cluster([pages], table, next(plan.events(64, 0, 64)), plan, None)
+    small = plan.sized(32)(state)
+    at = torch.tensor([3, 4])
+    assert pages.read(at)[0].equal(small.keys[0])
+    assert pages.read_data("noted", at).equal(small.slot_data["noted"][0])
+    # A block of tokens later: what was noted of old slots is still known, and made anew of new ones.
+    keys, values = torch.randn(BLOCK, 2, 32), torch.randn(BLOCK, 2, 32)
+    pages.write(keys, values, torch.arange(5 * BLOCK, 6 * BLOCK))
+    new = KVState.from_kv(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+    # Pages without positions number old slots by the places they lie in.
+    small = replace(small, positions=torch.arange(32, 64).expand(1, 2, -1).contiguous())
+    longer = join_slots([small, replace(new, positions=new.positions + 64)])
+    event = next(plan.events(64, 64, 80))
+    cluster([pages], table, event, plan, None)
+    after = plan.sized(event.target_blocks * BLOCK)(longer)
+    left = torch.tensor(table[event.after.first : event.after.end])
+    assert pages.read_data("noted", left).equal(after.slot_data["noted"][0])
+    assert bool((after.slot_data["noted"] != NOTED.fill).all())
+
+
+def test_pages_that_cannot_hold_it_say_so():
+    plan = ServingPlan(compressor(0.5), BLOCK, BLOCK)
+    pages, _ = pages_of(plan, 64, ())
+    with pytest.raises(ServingError, match=r"no room for \['noted'\].*would be lost"):
+        cluster([pages], [1, 2, 3, 4], next(plan.events(64, 0, 64)), plan, None)
+
+
+def test_pages_hold_words_of_four_bytes():
+    @dataclass(frozen=True)
+    class Half(Noting):
+        def prepare(self, state, free):
+            return state.with_slot_data("half", state.keys[..., 0].half(), NOTED)
+
+    with pytest.raises(ServingError, match=r"and .half. is torch\.float16"):
+        lasting_data(compressor(0.5).with_(similarity=Half()), 32, 32, torch.float32)
+
+
+def test_it_travels_through_a_saved_file(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    cache = CentroidCache(compressor(0.5), interval=8)
+    with torch.no_grad():
+        model(torch.randint(3, 60, (1, 50)), past_key_values=cache)
+    cache.save(tmp_path / "saved")
+    again = CentroidCache.load(tmp_path / "saved", compressor(0.5), config=config)
+    for ours, theirs in zip(cache.layers, again.layers, strict=True):
+        assert "noted" in ours.growing.state.slot_data
+        same(theirs.growing.state, ours.growing.state)

@@ -9,10 +9,10 @@ adapter (:mod:`centroidkv.integrations.vllm`) translates its own records into th
 from centroidkv.paged.attend import attend, causal_attention
 from centroidkv.paged.batch import Batch, lay_out
 from centroidkv.paged.cluster import cluster
-from centroidkv.paged.pages import Pages, slot_bytes
+from centroidkv.paged.pages import PageDatum, Pages, lasting_data, slot_bytes
 from centroidkv.paged.plan import Event, Region, ServingPlan
 
 __all__ = [
-    "Batch", "Event", "Pages", "Region", "ServingPlan",
-    "attend", "causal_attention", "cluster", "lay_out", "slot_bytes",
+    "Batch", "Event", "PageDatum", "Pages", "Region", "ServingPlan",
+    "attend", "causal_attention", "cluster", "lasting_data", "lay_out", "slot_bytes",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compress the blocks of one request in place, for any number of layers at once. Needs nothing of vLLM."""
+"""Compress the blocks of one request in place, for any number of layers at once."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def cluster(
     for start in range(0, len(layers), step):
         some = layers[start : start + step]
         result = compressor(_state(some, at, event, rotary))
-        if result.slot_data:
+        if homeless := result.slot_data.keys() - {datum.name for datum, _ in layers[0].data}:
             raise ServingError(
-                f"pages hold keys, values and degrees; {sorted(result.slot_data)}, which {compressor.similarity!r} or "
-                f"{compressor.matching!r} wants to last, would be lost"
+                f"these pages have no room for {sorted(homeless)}, which {compressor.similarity!r} or "
+                f"{compressor.matching!r} wants to last, so it would be lost; make them with data=lasting_data(...)"
             )
         for row, pages in enumerate(some):
-            pages.fill(targets, result.keys[row], result.values[row], result.degree[row], result.positions[row])
+            pages.fill(targets, result, row)
 
 
 def _state(layers: Sequence[Pages], at: Tensor, event: Event, rotary: Rotary | None) -> KVState:
@@ -66,4 +66,10 @@ def _state(layers: Sequence[Pages], at: Tensor, event: Event, rotary: Rotary | N
         else:
             old = torch.stack([pages.read_positions(at)[:, :clustered] for pages in layers])
         positions = torch.cat((old, positions), -1)
-    return KVState(keys, values, degree, positions.contiguous(), rotary=rotary)
+    state = KVState(keys, values, degree, positions.contiguous(), rotary=rotary)
+    if clustered:  # before the first event nothing is known of any slot
+        for datum, _ in layers[0].data:
+            data = torch.stack([pages.read_data(datum.name, at) for pages in layers])
+            data[:, :, clustered:] = datum.rule.fill
+            state = state.with_slot_data(datum.name, data, datum.rule)
+    return state

@@ -18,6 +18,7 @@ from centroidkv.paged.attend import attend, causal_attention
 from centroidkv.paged.batch import lay_out, segments
 from centroidkv.paged.cluster import cluster
 from centroidkv.paged.pages import Pages, slot_bytes
+from centroidkv.state_ops import join_rows
 
 HEADS, GROUPS, SIZE, BLOCK = 2, 3, 8, 16
 SCALE = SIZE**-0.5
@@ -46,7 +47,8 @@ def test_pages_hold_what_is_written_and_share_no_number(dtype, positions):
     degree = torch.randint(1, 9, (HEADS, BLOCK)).float()
     where = torch.arange(HEADS * BLOCK).view(HEADS, BLOCK)
     new_keys, new_values = keys[:BLOCK].transpose(0, 1) + 1, values[:BLOCK].transpose(0, 1) + 1
-    pages.fill(torch.tensor([2]), new_keys, new_values, degree, where)
+    row = KVState(new_keys[None], new_values[None], degree[None], where[None])
+    pages.fill(torch.tensor([2]), join_rows([row.map_slots(torch.zeros_like), row]), 1)
     for got, wanted in zip(pages.read(torch.tensor([2])), (new_keys, new_values, degree.log()), strict=True):
         assert got.equal(wanted)
     if positions:

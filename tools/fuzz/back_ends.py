@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -113,17 +114,19 @@ class BackEnds:
     def _same_decisions(self, built: Any, state: KVState, a: KVState, b: KVState) -> bool:
         """Whether both kept the same slots with the same members, or the decision was so close that rounding decides.
 
-        It was close if the reference itself decides otherwise in float64, or where keys or values are moved by a few
-        units in the last place.
+        It was close if the reference itself decides otherwise, in float64 or in float32, where keys or values are moved
+        by a few units in the last place. Both types: between keys of nearly the same direction a cosine hardly moves
+        with its keys, and what decides is the rounding of the cosine itself.
         """
         if _decided(a, b):
             return True
         compressor = replace(built, backend="reference")
         unit = torch.finfo(torch.float32).eps
-        for trial in range(6):
+        for trial, dtype in product(range(6), (torch.float64, torch.float32)):
             noise = [1 + (trial + 1) * unit * torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
                      for x in (state.keys, state.values)]  # fmt: skip
-            wide = replace(state, keys=state.keys.double() * noise[0], values=state.values.double() * noise[1])
+            moved = [(x.double() * by).to(dtype) for x, by in zip((state.keys, state.values), noise, strict=True)]
+            wide = replace(state, keys=moved[0], values=moved[1])
             other, _ = self._run(compressor, replace(wide, head_data=state.head_data))
             if other is None or not _decided(a, other):
                 return True

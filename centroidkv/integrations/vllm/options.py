@@ -13,9 +13,11 @@ import torch
 from centroidkv import presets
 from centroidkv.compressor import Compressor
 from centroidkv.errors import CentroidKVError, ServingError
+from centroidkv.paged.pages import lasting_data
 from centroidkv.paged.plan import ServingPlan
 from centroidkv.preserve import Distinctive, Recent, Sinks
 from centroidkv.records import Budget
+from centroidkv.rotary import Rotary
 from centroidkv.similarity import Cosine
 
 TIES = 2.0**-8
@@ -160,6 +162,8 @@ def _why_not(compressor: Compressor) -> str | None:
         return "decides for all heads together, which tensor parallelism splits"
     if not compressor.even:
         return "gives layers different numbers of slots, and a server's layers share their pages' table"
+    if lasting_data(compressor, 8, 8, torch.float32, Rotary.from_theta(1e4, 8)):
+        return "keeps data of its own of every slot, for which these pages have no room"
     return None
 
 
