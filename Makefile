@@ -83,8 +83,8 @@ $(VENV)/.gemma: $(VENV)/.test
 	$(BIN)/python -c "from centroidkv.integrations.transformers import load_gemma3_270m as load; load()" # 5.2 cannot convert
 	touch $@
 
-# What is measured, and where it is shown, is listed in analysis/table_list.py; TABLES_ARGS adds arguments.
-TABLES := $(BIN)/python -m analysis.tables --peers $(PEERS)/bin/python --vllm $(VLLM)/bin/python
+# What is measured, and where it is shown, is listed in analysis/tools/table_list.py; TABLES_ARGS adds arguments.
+TABLES := $(BIN)/python -m analysis tables --peers $(PEERS)/bin/python --vllm $(VLLM)/bin/python
 tables: $(VENV)/.gemma $(PEERS)/.ready $(VLLM)/.ready ## Every table and plot of the documents; TABLES_ARGS=--small: on tiny inputs, `TABLES_ARGS="--results results"`: anew (a day)
 	$(TABLES) $(TABLES_ARGS)
 

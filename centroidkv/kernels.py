@@ -28,7 +28,7 @@ LARGEST_SIZE = 256
 
 @dataclass(frozen=True)
 class KernelCase:
-    """One kernel with one configuration, as ``analysis.compile_kernels`` compiles it without a GPU.
+    """One kernel with one configuration, as ``analysis.tools.compile_kernels`` compiles it without a GPU.
 
     Args:
         name: unique, for tables: ``"attention split d128 bf16"``.

@@ -162,7 +162,7 @@ def best_targets_triton(keys: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 def _tiles(size: int, chunk: int, dtype: torch.dtype) -> tuple[dict[str, int], int]:
-    """Tile sizes and warps: as large as registers allow (``analysis.compile_kernels`` shows how many are used)."""
+    """Tile sizes and warps: as large as registers allow (``analysis/tools/compile_kernels.py`` shows them)."""
     wide, half = padded(size), padded((chunk + 1) // 2)
     if dtype == torch.float32:
         sources, targets, warps = 32, 32, 4

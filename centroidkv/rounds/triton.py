@@ -229,7 +229,7 @@ def _starts(slots: int, chunk: int, quotas: list[int]) -> list[int]:
 
 
 def _tiles(size: int, value_size: int, chunk: int, dtype: torch.dtype) -> tuple[dict[str, int], int]:
-    """Tile sizes and warps: as large as registers allow (``analysis.compile_kernels`` shows how many are used)."""
+    """Tile sizes and warps: as large as registers allow (``analysis/tools/compile_kernels.py`` shows them)."""
     wide, value_wide, half = padded(size), padded(value_size), padded((chunk + 1) // 2)
     exact = dtype == torch.float32
     if wide <= 64:

@@ -1,7 +1,7 @@
 """Ablations are the default preset but for what their name says."""
 
-from analysis.fidelity.ablations import ABLATIONS, COMPARED, PASSAGES, with_parts
-from analysis.fidelity.contenders import all_contenders
+from analysis.evaluation.fidelity.ablations import ABLATIONS, COMPARED, PASSAGES, with_parts
+from analysis.evaluation.fidelity.contenders import all_contenders
 from centroidkv import Budget, presets
 
 

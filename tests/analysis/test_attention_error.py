@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from analysis.attention_error import BUDGETS, PRESETS, QUERIES, bound_tightness, layer_error
-from analysis.capture import Layer, asked
+from analysis.reproduce.attention_error import BUDGETS, PRESETS, QUERIES, bound_tightness, layer_error
+from analysis.reproduce.capture import Layer, asked
 from centroidkv import KVState, Rotary
 from centroidkv.queries import QUERIES as SAMPLED
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from analysis import bench_decode
+from analysis.benchmarks import bench_decode
 
 
 def test_all_variants_compute_the_same_attention():

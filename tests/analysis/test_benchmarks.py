@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from analysis import bench_generate, bench_round
-from analysis.timing import PeakBytes, seconds
+from analysis.benchmarks import bench_generate, bench_round
+from analysis.benchmarks.timing import PeakBytes, seconds
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from analysis.fidelity.clusterings import CLUSTERINGS, AtRandom, MergeAfterEviction
+from analysis.evaluation.fidelity.clusterings import CLUSTERINGS, AtRandom, MergeAfterEviction
 from centroidkv import Budget, testing
 from centroidkv.records import Partition
 from centroidkv.similarity import Cosine

@@ -6,14 +6,14 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
-tool = pytest.importorskip("analysis.compile_kernels")
+tool = pytest.importorskip("analysis.tools.compile_kernels")
 
 
 def run(*arguments, interpret=False):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "analysis.compile_kernels", *arguments]
+    command = [sys.executable, "-m", "analysis.tools.compile_kernels", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -54,7 +54,7 @@ def test_spills_are_counted():
 
 def test_cases_have_names_of_their_own_and_complete_signatures():
     code = (
-        "from analysis.compile_kernels import all_cases\n"
+        "from analysis.tools.compile_kernels import all_cases\n"
         "cases = all_cases()\n"
         "assert len({case.name for case in cases}) == len(cases)\n"
         "for case in cases:\n"

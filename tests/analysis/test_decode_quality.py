@@ -1,4 +1,4 @@
-"""analysis.decode_quality on tiny random models: against explicit runs, and on caches that must do well or badly."""
+"""decode_quality on tiny random models: against explicit runs, and on caches that must do well or badly."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from analysis import decode_quality, decode_runs
-from analysis.decode_chat import make_chat, read_chat
-from analysis.decode_runs import compare, continuation, distinct, follow, free_run, sampled
-from analysis.store import Store
+from analysis.evaluation import decode_quality, decode_runs
+from analysis.evaluation.decode_chat import make_chat, read_chat
+from analysis.evaluation.decode_runs import compare, continuation, distinct, follow, free_run, sampled
+from analysis.tools.store import Store
 from centroidkv import Budget, Compressor, presets
 from centroidkv.errors import EvaluationError
 from centroidkv.integrations.transformers import CentroidCache, enable

@@ -10,15 +10,15 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from analysis.fidelity import __main__ as program
-from analysis.fidelity import leaderboard, picture, presses, report
-from analysis.fidelity.__main__ import run_sample
-from analysis.fidelity.contenders import FULL, OURS, Contender, all_contenders, full_states, ours
-from analysis.fidelity.figures import Figures
-from analysis.fidelity.prefill import cache_of, prefill, read
-from analysis.fidelity.score import measure
-from analysis.fidelity.tasks import TASKS, Maker, Sample
-from analysis.fidelity.texts import help_topics
+from analysis.evaluation.fidelity import __main__ as program
+from analysis.evaluation.fidelity import leaderboard, picture, presses, report
+from analysis.evaluation.fidelity.__main__ import run_sample
+from analysis.evaluation.fidelity.contenders import FULL, OURS, Contender, all_contenders, full_states, ours
+from analysis.evaluation.fidelity.figures import Figures
+from analysis.evaluation.fidelity.prefill import cache_of, prefill, read
+from analysis.evaluation.fidelity.score import measure
+from analysis.evaluation.fidelity.tasks import TASKS, Maker, Sample
+from analysis.evaluation.fidelity.texts import help_topics
 from centroidkv import presets
 from centroidkv.errors import EvaluationError
 from centroidkv.integrations.transformers import CentroidCache, enable
@@ -235,7 +235,7 @@ def test_figures_say_what_they_were_measured_with_and_on_what(tmp_path, monkeypa
     store = Figures(path, {"length": 8}, {"kvpress": "1"})
     store.describe({"a@0.5": "a, as it is"})
     store.add("prose/0", {"a@0.5": {"kl": 1.0}})
-    monkeypatch.setattr("analysis.store.environment", lambda: {"commit": "later"})
+    monkeypatch.setattr("analysis.tools.store.environment", lambda: {"commit": "later"})
     later = Figures(path, {"length": 8}, {"kvpress": "2"})
     later.describe({"a@0.5": "a, as it is", "b@0.5": "b"})
     later.add("prose/0", {"b@0.5": {"kl": 2.0}})

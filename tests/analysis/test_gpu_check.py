@@ -2,7 +2,7 @@ from itertools import islice
 
 import pytest
 
-from analysis import gpu_check
+from analysis.benchmarks import gpu_check
 from centroidkv.kernels import why_not_triton
 
 pytestmark = pytest.mark.skipif(why_not_triton("cpu") is not None, reason=str(why_not_triton("cpu")))

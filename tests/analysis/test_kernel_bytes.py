@@ -2,7 +2,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-tool = pytest.importorskip("analysis.kernel_bytes")
+tool = pytest.importorskip("analysis.tools.kernel_bytes")
 
 SHAPES = [tool.SMALL, tool.Shape(heads=2, slots=128, size=32, chunk=32, removed_share=0.5)]
 

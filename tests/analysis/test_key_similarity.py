@@ -1,4 +1,4 @@
-"""analysis.similarity and analysis.curves: against brute force, on keys whose curve is known, and end to end."""
+"""similarity and curves: against brute force, on keys whose curve is known, and end to end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from analysis import similarity
-from analysis.curves import (
+from analysis.reproduce import similarity
+from analysis.reproduce.curves import (
     Keys,
     bends_down,
     curves,
@@ -22,7 +22,7 @@ from analysis.curves import (
     rises,
     shape_shares,
 )
-from analysis.similarity_pictures import heatmap_panels, thinned
+from analysis.reproduce.similarity_pictures import heatmap_panels, thinned
 from centroidkv import Rotary
 from centroidkv.errors import EvaluationError
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from analysis.fidelity.prefill import prefill
-from analysis.last_digits import compressors, states_of, trial
+from analysis.evaluation.fidelity.prefill import prefill
+from analysis.evaluation.last_digits import compressors, states_of, trial
 from tests.analysis.conftest import make_llama
 
 

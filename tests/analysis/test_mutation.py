@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 import centroidkv
-from analysis.mutation import MUTATIONS
+from analysis.tools.mutation import MUTATIONS
 
 PACKAGE = Path(centroidkv.__file__).parent
 

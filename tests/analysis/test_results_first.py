@@ -40,7 +40,7 @@ def test_results_are_printed_before_anything_is_written(main):
 
 
 def test_settings_that_python_takes_for_equal_are_different_settings(tmp_path):
-    from analysis.store import Store
+    from analysis.tools.store import Store
     from centroidkv.errors import EvaluationError
 
     path = tmp_path / "results.json"

@@ -13,15 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from analysis import choosing, tables
-from analysis.fidelity import report
-from analysis.fidelity.contenders import OURS, all_contenders
-from analysis.fidelity.figures import method_and_budget
-from analysis.splice import Documents, body_of
+from analysis.__main__ import scripts
+from analysis.evaluation import choosing
+from analysis.evaluation.fidelity import report
+from analysis.evaluation.fidelity.contenders import OURS, all_contenders
+from analysis.evaluation.fidelity.figures import method_and_budget
+from analysis.tools import tables
+from analysis.tools.splice import Documents, body_of
 from centroidkv.errors import EvaluationError
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = Documents(ROOT).blocks()
+FIDELITY = [table.name for table in tables.TABLES if table.command == "analysis.evaluation.fidelity"]
 NO_TABLE = {"gpu_check"}
 """Prints what is true of the GPU at hand; no document shows that yet."""
 
@@ -32,7 +35,7 @@ def source(command: str) -> str:
         return (ROOT / command).read_text()
     path = ROOT.joinpath(*command.split("."))
     folder = path if path.is_dir() else path.parent
-    files = [path.with_suffix(".py")] if folder.name == "analysis" else folder.glob("*.py")
+    files = [path.with_suffix(".py")] if command.startswith("analysis.") and folder != path else folder.glob("*.py")
     return "\n".join(file.read_text() for file in files)
 
 
@@ -46,13 +49,22 @@ def test_commands_exist_and_know_their_options(table):
 def test_names_are_unique_and_every_analysis_is_run():
     names = [table.name for table in tables.TABLES]
     assert len(set(names)) == len(names)
-    runnable = {
-        path.stem if path.parent.name == "analysis" else path.parent.name
-        for path in (ROOT / "analysis").rglob("*.py")
-        if '__name__ == "__main__"' in path.read_text()
-    }
-    run = {table.command.removeprefix("analysis.") for table in tables.TABLES}
-    assert runnable - {"tables"} - NO_TABLE <= run
+    run = {table.command.split(".")[-1] for table in tables.TABLES}
+    assert scripts().keys() - {"tables"} - NO_TABLE <= run
+
+
+def test_the_command_lists_every_script_and_runs_it():
+    listed = subprocess.run([sys.executable, "-m", "analysis"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == [
+        name for name, _ in sorted(scripts().items(), key=lambda entry: entry[1])
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "analysis", "mutation", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "--only" in ran.stdout
+    unknown = subprocess.run([sys.executable, "-m", "analysis", "mutatoin"], cwd=ROOT, capture_output=True, text=True)
+    assert unknown.returncode == 1
+    assert "no script is called 'mutatoin'" in unknown.stderr
 
 
 def test_small_runs_stay_away_from_published_figures(capsys):
@@ -124,11 +136,13 @@ def test_only_the_named_block_is_replaced(tmp_path):
 
 def test_documents_show_tables_that_there_are():
     assert set(BLOCKS) <= {table.name for table in tables.TABLES}
-    written = {table.name for table in tables.TABLES if table.command == "analysis.fidelity"}
+    written = {table.name for table in tables.TABLES if table.command == "analysis.evaluation.fidelity"}
     assert set(BLOCKS) == written | {"decode_quality", "complexity", "attention_error", "choosing"}
 
 
-@pytest.mark.parametrize("name", [table.name for table in tables.TABLES if table.command == "analysis.fidelity"])
+@pytest.mark.parametrize(
+    "name", [table.name for table in tables.TABLES if table.command == "analysis.evaluation.fidelity"]
+)
 def test_stored_figures_are_those_of_the_methods_as_they_are_now(name):
     stored = json.loads((ROOT / "analysis" / "results" / f"{name}.json").read_text())["methods"]
     known = {contender.name: contender for contender in all_contenders()}
@@ -202,7 +216,7 @@ def test_a_command_ends_with_the_program_that_started_it(tmp_path):
         "import os, pathlib, sys, time\npathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     script = (
-        "import sys\nfrom analysis import tables\n"
+        "import sys\nfrom analysis.tools import tables\n"
         f"tables.TABLES = (tables.Table('long', {str(tmp_path / 'long.py')!r}, {str(tmp_path / 'pid')!r}),)\n"
         f"tables.main(['--small', '--results', {str(tmp_path / 'out')!r}])\n"
     )
@@ -218,7 +232,9 @@ def test_a_command_ends_with_the_program_that_started_it(tmp_path):
         os.kill(child, 0)
 
 
-@pytest.mark.parametrize("name", [table.name for table in tables.TABLES if table.command == "analysis.fidelity"])
+@pytest.mark.parametrize(
+    "name", [table.name for table in tables.TABLES if table.command == "analysis.evaluation.fidelity"]
+)
 def test_documents_show_the_stored_figures(name):
     cells = json.loads((ROOT / "analysis" / "results" / f"{name}.json").read_text())["cells"]
     assert BLOCKS[name] == body_of(f"title\n\n{report.printed(report.flatten(cells))}")

@@ -9,7 +9,7 @@ import torch
 from matrix_generate import HANDS_OVER
 from torch.nn.functional import pad
 
-from analysis.capture import capture
+from analysis.reproduce.capture import capture
 from centroidkv import Budget, Compressor, KVState
 from centroidkv.allocation import MiddleLayers
 from centroidkv.errors import BackendError, BudgetError, CacheError

@@ -186,7 +186,7 @@ def test_prompts_that_cannot_be_split_are_refused():
 def test_essays_from_hands_lm_eval_a_local_text_and_takes_it_back(tmp_path):
     from lm_eval.tasks.ruler import prepare_niah
 
-    from analysis.ruler import essays_from
+    from analysis.evaluation.ruler import essays_from
 
     before = prepare_niah.datasets, prepare_niah.cached_sent_tokenize
     for name, text in (("b.txt", "Third.  Fourth!"), ("a.txt", "First one.\nSecond?")):
@@ -208,7 +208,7 @@ def test_essays_from_hands_lm_eval_a_local_text_and_takes_it_back(tmp_path):
 )
 def test_offline_ruler_runs_on_a_real_model(tmp_path, capsys):
     """Two tasks, one of them with local prose, through both protocols; a second call runs nothing again."""
-    from analysis import ruler
+    from analysis.evaluation import ruler
 
     folder = Path(__file__).parents[3] / "shared" / "data" / "addresses"
     if not folder.is_dir():

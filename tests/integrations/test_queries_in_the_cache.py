@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from analysis.capture import capture
+from analysis.reproduce.capture import capture
 from centroidkv import Compressor, KVState
 from centroidkv.errors import BackendError
 from centroidkv.integrations.rope import rotary_of

@@ -15,7 +15,7 @@ SIZES = [1145, 700, 333, 901, 64, 512, 1333, 845]
 
 def prompts_for(engine) -> list[list[int]]:
     """Beginnings of several lengths in different places of a prose text."""
-    from analysis.fidelity.texts import help_topics
+    from analysis.evaluation.fidelity.texts import help_topics
 
     tokens = engine.get_tokenizer()("\n\n".join(help_topics()))["input_ids"]
     return [tokens[150 * number :][:size] for number, size in enumerate(SIZES)]

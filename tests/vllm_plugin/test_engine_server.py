@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from analysis.serving import HOST, free_port, get, healthy, metrics, running
+from analysis.benchmarks.serving import HOST, free_port, get, healthy, metrics, running
 from tests.vllm_plugin.engines import WORKER, expect_reference
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def ask(port: int, prompt: list[int], steps: int):
 def test_completions_equal_the_reference_and_are_counted(server, smollm2):
     from transformers import AutoTokenizer
 
-    from analysis.fidelity.texts import help_topics
+    from analysis.evaluation.fidelity.texts import help_topics
 
     port, log = server
     tokens = AutoTokenizer.from_pretrained(smollm2)("\n\n".join(help_topics()))["input_ids"]

@@ -1,0 +1,1 @@
+"""Time and memory: rounds, attention, generation, storages, servers."""
