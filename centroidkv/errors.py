@@ -5,6 +5,29 @@ All errors derive from :class:`CentroidKVError`, which is a ``ValueError``: code
 what was got, and what would be right.
 """
 
+__all__ = [
+    "BackendError",
+    "BackendWarning",
+    "BudgetError",
+    "BudgetNotMetWarning",
+    "CacheError",
+    "CentroidKVError",
+    "CommandError",
+    "DeviceError",
+    "DtypeError",
+    "EvaluationError",
+    "GradientError",
+    "MaskError",
+    "ModelError",
+    "NonFiniteError",
+    "PositionOrderError",
+    "RotaryError",
+    "SavedCacheError",
+    "ServingError",
+    "ShapeError",
+    "StageError",
+]
+
 
 class CentroidKVError(ValueError):
     """Base class of every error raised on purpose by this package."""

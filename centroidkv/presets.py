@@ -15,6 +15,19 @@ from centroidkv.records import Budget
 from centroidkv.schedule import Constant, FewestRounds, LinearAnnealing
 from centroidkv.similarity import Cosine, ExpectedLogits, NegativeEuclidean
 
+__all__ = [
+    "ALL",
+    "balanced",
+    "centroidkv",
+    "distinctive",
+    "keydiff",
+    "kmeans",
+    "knorm",
+    "quick",
+    "streaming_llm",
+    "tome",
+]
+
 QUARTER = Budget.ratio(0.25)
 SMALL_STEPS = LinearAnnealing(initial=0.1, delta=0.005)
 """Many small rounds: they blur less than few big ones (README, "Choosing")."""

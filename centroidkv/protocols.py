@@ -17,6 +17,16 @@ from centroidkv.records import Assignment, Partition
 from centroidkv.state import KVState
 from centroidkv.traits import MatcherTraits
 
+__all__ = [
+    "Aggregator",
+    "Allocation",
+    "Matcher",
+    "Partitioner",
+    "Preserver",
+    "Schedule",
+    "Similarity",
+]
+
 
 @runtime_checkable
 class Preserver(Protocol):

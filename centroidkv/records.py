@@ -13,6 +13,14 @@ from torch import Tensor
 
 from centroidkv.errors import BudgetError, ShapeError, StageError
 
+__all__ = [
+    "Assignment",
+    "Block",
+    "Budget",
+    "Partition",
+    "Plan",
+]
+
 
 def exact_share(share: float, count: int) -> Fraction:
     """``share * count`` without binary rounding: 0.1 of 30 is 3, not 3.0000000000000004.

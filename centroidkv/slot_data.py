@@ -9,6 +9,10 @@ from typing import Any
 
 from centroidkv.errors import StageError
 
+__all__ = [
+    "SlotDatum",
+]
+
 MERGES = ("keep", "sum", "mean")
 
 

@@ -17,6 +17,11 @@ from dataclasses import dataclass
 from centroidkv.compressor import Compressor
 from centroidkv.records import Budget
 
+__all__ = [
+    "OverBudget",
+    "PromptEnd",
+]
+
 
 def has_more_than(budget: Budget, compressor: Compressor, seen: int, slots: int) -> bool:
     """Whether a row of ``slots`` slots that has seen ``seen`` tokens is over ``budget``, which has room to preserve."""

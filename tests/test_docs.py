@@ -20,6 +20,8 @@ DOCUMENTS = (
     "DESIGN.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "docs/api.md",
+    "docs/glossary.md",
     "docs/transformers.md",
     "docs/families.md",
     "docs/lm_eval.md",
