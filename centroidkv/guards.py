@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from centroidkv.errors import DtypeError, GradientError, MaskError
+from centroidkv.errors import CacheError, DtypeError, GradientError, MaskError
 
 
 def refuse_gradients(what: str, *tensors: Tensor) -> None:
@@ -42,14 +42,21 @@ def in_own_types(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def check_types(held: Any, keys: Tensor, values: Tensor) -> None:
-    """Refuse new ``keys`` and ``values`` whose types are not those of the keys and values that ``held`` has.
+def check_fit(held: Any, keys: Tensor, values: Tensor) -> None:
+    """Refuse new ``keys`` and ``values`` that are not of the rows, KV heads and types of those that ``held`` has.
 
     Keys and values each have a type of their own; it is a change of either that is refused.
 
     Raises:
+        CacheError: says how many rows and heads there are.
         DtypeError: names both types.
     """
+    rows, heads = held.keys.shape[:2]
+    if keys.shape[:2] != (rows, heads):
+        raise CacheError(
+            f"the cache holds {rows} rows of {heads} KV heads, the new tokens have {keys.shape[0]} rows of "
+            f"{keys.shape[1]}; one cache serves one batch: reset() it, or make another"
+        )
     for name, new in (("keys", keys), ("values", values)):
         old = getattr(held, name)
         if old.dtype != new.dtype:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from centroidkv.compressor import Compressor
+from centroidkv.errors import StageError
 from centroidkv.records import Budget
 
 __all__ = [
@@ -42,6 +43,10 @@ class OverBudget:
 
     compressor: Compressor
     interval: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.interval, int) or self.interval < 1:
+            raise StageError(f"interval is a whole number of tokens >= 1, got {self.interval!r}")
 
     def due(self, seen: int, slots: int, since: int = 0, events: int = 0) -> bool:
         """Whether to compress now.

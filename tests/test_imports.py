@@ -60,7 +60,7 @@ ALLOWED = {
     "assembly": {"errors", "preserve", "rounds", "traits"},
     "builder": {"aggregate", "allocation", "matching", "partition", "preserve", "records", "schedule", "similarity"},
     "compressor": BASE | {"allocation", "assembly", "builder", "dense", "rounds", "schedule", "preserve"},
-    "trigger": {"compressor", "records"},
+    "trigger": {"compressor", "errors", "records"},
     "cache": BASE | {"compressor", "dense", "trigger"},
     "presets": BASE | {"allocation", "compressor", "matching", "partition", "preserve", "schedule", "similarity"},
     "paged": BASE | {"attention", "compressor", "trigger"},

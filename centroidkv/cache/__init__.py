@@ -1,7 +1,8 @@
-"""Caches that grow and are compressed as they grow; independent of any engine."""
+"""Layers of a cache that are compressed as tokens come, and storages; independent of any engine."""
 
 from centroidkv.cache.fixed import FixedState
 from centroidkv.cache.growing import GrowingState
+from centroidkv.cache.layer_state import LayerState
 from centroidkv.cache.offloaded import Offloaded
 from centroidkv.cache.quantised import Codes, Quantised, QuantisedState, quantise
 from centroidkv.cache.stats import CacheStats
@@ -11,6 +12,7 @@ __all__ = [
     "CacheStats",
     "FixedState",
     "GrowingState",
+    "LayerState",
     "Storage",
     "Held",
     "Exact",

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 
 import torch
 from torch import Tensor
 
-from centroidkv.cache.clock import after_event, after_packing
+from centroidkv.cache.capacity import capacity_for
 from centroidkv.cache.growing import GrowingState
-from centroidkv.cache.parts import Whole
 from centroidkv.cache.slots import Slots
 from centroidkv.cache.storage import Held
 from centroidkv.compressor import Compressor
-from centroidkv.dense import last_live, map_rows
-from centroidkv.errors import BudgetError, CacheError, SavedCacheError, StageError
-from centroidkv.guards import check_types
+from centroidkv.dense import last_live
+from centroidkv.errors import CacheError, SavedCacheError
+from centroidkv.guards import check_fit
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
 from centroidkv.state_ops import fill_of, tensors_of, with_tensors
 
 
-class FixedState(GrowingState):
-    """A GrowingState of constant size: budget + interval slots, of which those not in use have degree 0.
+class FixedState:
+    """A layer of constant size: budget + interval slots, of which those not in use have degree 0.
 
     :meth:`step` writes one token and has neither data-dependent shapes nor Python state, so a compiler may take it into
     its graph. Clustering is not part of a step: :meth:`begin`, called between steps, catches up with what was written
@@ -38,8 +37,7 @@ class FixedState(GrowingState):
         rotary: how keys are rotated, for stages that look at keys before RoPE.
 
     Raises:
-        BudgetError: a ratio, which grows with the tokens seen, or a budget that the stages cannot keep to.
-        StageError: the compressor needs queries, which cannot be seen inside a compiled step.
+        BudgetError, StageError: see :func:`~centroidkv.cache.capacity.capacity_for`.
 
     >>> from centroidkv import Budget, presets
     >>> state = FixedState(presets.centroidkv(Budget.tokens(128)), interval=16)
@@ -53,35 +51,22 @@ class FixedState(GrowingState):
     """
 
     def __init__(self, compressor: Compressor, interval: int, rotary: Rotary | None = None) -> None:
-        budget = compressor.budget
-        if budget.kind != "tokens":
-            raise BudgetError(
-                f"a fixed capacity needs a fixed budget, got {budget!r}, which grows with every token; use "
-                "Budget.tokens(...), or capacity='growing'"
-            )
-        if compressor.needs_queries:
-            raise StageError(
-                "this compressor weighs slots by the model's queries, which a cache cannot see inside a compiled step; "
-                f"choose one that needs none, such as presets.distinctive, or capacity='growing': {compressor!r}"
-            )
-        super().__init__(compressor, interval, rotary)
-        self.capacity = int(budget.amount) + interval
+        self._grown = GrowingState(compressor, interval, rotary)
+        """The same slots and their clocks as they were when last caught up; its tensors are views of the buffers."""
+        self.compressor, self.interval, self.rotary = compressor, interval, rotary
+        self.trigger = self._grown.trigger
+        self.capacity = capacity_for(compressor, interval)
         """C, the slots held and attended to."""
-        if compressor.plannable and not compressor.plan(self.capacity).met:
-            raise BudgetError(
-                f"from {self.capacity} slots (budget + interval) this compressor comes down to "
-                f"{compressor.plan(self.capacity).final}, over its {budget!r}, so no fixed number of slots would do; "
-                f"use a schedule that ends at the budget: {compressor!r}"
-            )
+        self.clear()
 
     def clear(self) -> None:
         """Forget everything but the configuration, buffers included."""
+        self._grown.clear()
         self.slots: Slots | None = None
         self._known = 0  # the cursor when it was last read
         self._wait = 0  # tokens after which clustering may be due, counted from then
         self._announced = 0  # steps begun since then: at least as many as were taken
         self._torn = False  # whether the buffers are being written anew
-        super().clear()
 
     # -- decoding, one token at a time ----------------------------------------------------------------------------
 
@@ -101,7 +86,7 @@ class FixedState(GrowingState):
             raise CacheError(
                 f"a step takes one token for the rows and KV heads held; held: {held}, got {tuple(keys.shape)}"
             )
-        check_types(slots, keys, values)
+        check_fit(slots, keys, values)
         torch._assert_async(
             slots.cursor[0] < self.capacity,
             f"all {self.capacity} slots are taken: clustering was due and the cache was not asked between the steps. "
@@ -136,9 +121,9 @@ class FixedState(GrowingState):
             return
         if self._torn:
             raise CacheError("an earlier step stopped while the buffers were written; reset() the cache")
-        self._announced = 0
         taken = int(self.slots.cursor) - self._known
         if taken == 0:
+            self._announced = 0
             return
         if taken > self._wait:
             raise CacheError(
@@ -146,50 +131,38 @@ class FixedState(GrowingState):
                 f"{self._wait}; it must be asked before every step, which transformers does unless a compiled forward "
                 "pass is given a 4-D mask of your own. reset() the cache"
             )
-        grown = self._front(self._known + taken)
-        clocks = [clock.after(taken, taken) for clock in self._clocks]
-        due = [row for row, clock in enumerate(clocks) if clock.due(self.trigger)]
-        start = time.perf_counter()
-        kept = map_rows(grown, due, lambda rows: self._compress(rows, None, due)) if due else grown
-        clocks = after_event(clocks, due, grown, kept) if due else clocks
-        # From here on nothing of the compressor's can fail: an error above leaves everything to be settled again.
-        self._known += taken
-        self._logical += taken
-        self._clocks, self._kept = clocks, Whole(kept)
-        if due:
-            self._store()
-            self.seconds += time.perf_counter() - start
-        self._wait = self._until_due()
-
-    def _until_due(self) -> int:
-        """Tokens until some row may be due, at least 1."""
-        return min((clock.wait(self.trigger) for clock in self._clocks), default=1)
+        with self._all_or_nothing():
+            due = self._grown.take_over(self._front(self._known + taken), taken)
+            self._known += taken
+            self._wait, self._announced = self._grown.wait, 0
+            if due:
+                self._store()
 
     def _front(self, width: int) -> KVState:
         """The slots in use; views of the buffers, valid until the next event."""
+        held = self._grown.state
         assert self.slots is not None  # callers saw to both
-        assert self._kept is not None
+        assert held is not None
         views = {name: buffer[:, :, :width] for name, buffer in self.slots.by_slot.items()}
-        return with_tensors(self._kept.state(), views, seen=self.slots.seen.clone(), rotary=self.rotary)
+        return with_tensors(held, views, seen=self.slots.seen.clone(), rotary=self.rotary)
 
     def _store(self) -> None:
         """Move what is kept into the buffers; new buffers only if the batch is another one.
 
         Rows end at the cursor, behind as many empty slots as the longest row has more.
         """
-        if self._kept is None:
+        held = self._grown.state
+        if held is None:
             return
-        width = max((clock.live for clock in self._clocks), default=0)
-        wait = self._until_due()
+        width, wait = max(self._grown.counts, default=0), self._grown.wait
         if width + wait > self.capacity:
             raise CacheError(
-                f"{width} slots are left after {self._logical} tokens, and {wait} more may come until clustering is "
-                f"due, but the capacity is {self.capacity} (budget {self.compressor.budget.slots(0)} + interval "
+                f"{width} slots are left after {self._grown.logical} tokens, and {wait} more may come until clustering "
+                f"is due, but the capacity is {self.capacity} (budget {self.compressor.budget.slots(0)} + interval "
                 f"{self.interval}): the compressor did not come down to its budget. reset() the cache and use "
                 f"capacity='growing', or a schedule that ends at the budget: {self.compressor!r}"
             )
-        held = self._kept.state()
-        state, self._clocks = last_live(held, width), after_packing(self._clocks, held)
+        state = last_live(held, width)
         if self.slots is None or not self.slots.fits(state):
             self.slots = Slots.for_state(state, self.capacity)
         self._torn, mine = True, self.slots.by_slot
@@ -199,19 +172,19 @@ class FixedState(GrowingState):
                 mine[name][:, :, width:] = fill_of(state, name)
         self.slots.seen.copy_(state.seen)
         self.slots.cursor.fill_(width)
-        self.slots.tokens.fill_(self._logical)
+        self.slots.tokens.fill_(self._grown.logical)
         self._known, self._wait, self._announced = width, wait, 0
-        self._kept, self._torn = Whole(self._front(width)), False
+        self._grown.lie_in(self._front(width))
+        self._torn = False
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Change what is kept, then the buffers. If interrupted, both tell the same afterwards, or say reset()."""
-        before = dict(vars(self))
+        """Whatever ends this, what is kept and what is known of the buffers are as before, or the buffers are torn."""
+        before, grown = dict(vars(self)), copy(self._grown)
         try:
             yield
-            self._store()
         except BaseException:
-            vars(self).update(before, _torn=self._torn)
+            vars(self).update(before, _grown=grown, _torn=self._torn)
             raise
 
     # -- everything else: catch up first, go back into the buffers afterwards ---------------------------------------
@@ -220,68 +193,108 @@ class FixedState(GrowingState):
         self, keys: Tensor, values: Tensor, real: Tensor | None = None, queries: Tensor | None = None,
         degrees: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """As in a GrowingState, any number of tokens; not inside a compiled graph."""
+        """As :meth:`GrowingState.append`, any number of tokens; not inside a compiled graph."""
         self.settle()
         # Buffers hold no padding, so their slots are not the mask's columns even before anything was merged.
-        packed = any(clock.live != self._logical for clock in self._clocks)
+        packed = any(count != self._grown.logical for count in self._grown.counts)
         with self._all_or_nothing():
-            return super().append(keys, values, real, queries, degrees or packed)
+            attended = self._grown.append(keys, values, real, queries, degrees or packed)
+            self._store()
+        return attended
 
     def restore(self, state: KVState, logical: int) -> None:
-        """As in a GrowingState."""
+        """As :meth:`GrowingState.restore`."""
         with self._all_or_nothing():
-            super().restore(state, logical)
+            self._grown.restore(state, logical)
+            self._store()
 
     def reorder(self, rows: Tensor) -> None:
-        """As in a GrowingState; another number of rows means new buffers, and so another compilation."""
+        """Keep, repeat or permute rows; another number of rows means new buffers, and so another compilation."""
         self.settle()
         with self._all_or_nothing():
-            super().reorder(rows)
+            self._grown.reorder(rows)
+            self._store()
 
     def crop(self, tokens: int) -> None:
-        """As in a GrowingState."""
+        """As :meth:`GrowingState.crop`."""
         self.settle()
         with self._all_or_nothing():
-            super().crop(tokens)
+            self._grown.crop(tokens)
+            self._store()
+
+    def check_crop(self, tokens: int) -> None:
+        """As :meth:`GrowingState.check_crop`."""
+        self.settle()
+        self._grown.check_crop(tokens)
+
+    def fetch(self) -> None:
+        """Everything is near."""
 
     def pack(self) -> tuple[list[Held], dict[str, object]]:
         """Not supported: SavedCacheError."""
         raise SavedCacheError("a cache of fixed capacity cannot be saved; use CentroidCache(capacity='growing')")
 
+    # -- reading: after what was written since is counted -----------------------------------------------------------
+
     @property
     def known_logical(self) -> int:
         """Columns seen when the state last caught up; waits for nothing."""
-        return self._logical
+        return self._grown.logical
 
     @property
     def logical(self) -> int:
         """Columns seen, padding included; on a GPU this waits for the last step."""
-        self.settle()
-        return self._logical
-
-    @logical.setter
-    def logical(self, columns: int) -> None:
-        self._logical = columns
+        return self._caught_up().logical
 
     @property
     def state(self) -> KVState | None:
         """The slots in use, as attention sees them: views of the buffers, valid until the next event."""
-        self.settle()
-        return super().state
+        return self._caught_up().state
+
+    @property
+    def like(self) -> KVState | None:
+        """Some state of the same batch, heads, channels, types and device, for those who need no contents."""
+        return self._grown.like
 
     @property
     def events(self) -> int:
         """How often clustering ran, of the row where it ran most."""
-        self.settle()
-        return super().events
+        return self._caught_up().events
+
+    @property
+    def moved(self) -> bool:
+        """Whether slots may stand for other columns than their places say."""
+        return self._caught_up().moved
 
     @property
     def physical(self) -> int:
         """Slots in use; :attr:`capacity` are held."""
-        self.settle()
-        return super().physical
+        return self._caught_up().physical
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, empty slots included: constant from the first token on."""
         return 0 if self.slots is None else sum(tensor.nbytes for tensor in self.slots.tensors)
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes of keys and values had nothing been compressed."""
+        return self._caught_up().nbytes_full
+
+    @property
+    def seconds(self) -> float:
+        """Time spent compressing."""
+        return self._grown.seconds
+
+    @property
+    def waits(self) -> bool:
+        """Whether newly appended tokens are clustered only after the next :meth:`crop`."""
+        return self._grown.waits
+
+    @waits.setter
+    def waits(self, wanted: bool) -> None:
+        self._grown.waits = wanted
+
+    def _caught_up(self) -> GrowingState:
+        self.settle()
+        return self._grown

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from centroidkv.cache.clock import RowClock, after_event
+from centroidkv.cache.clock import RowClock, after_event, after_packing
 from centroidkv.cache.parts import Parts, Whole
 from centroidkv.cache.query_log import QueryLog
 from centroidkv.cache.storage import Held, Storage, as_storage
 from centroidkv.compressor import Compressor
 from centroidkv.dense import last_live, map_rows
 from centroidkv.errors import CacheError, RotaryError, StageError
-from centroidkv.guards import check_types, refuse_gradients
+from centroidkv.guards import check_fit, refuse_gradients
 from centroidkv.queries import QUERIES
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
@@ -43,8 +43,6 @@ class GrowingState:
     def __init__(
         self, compressor: Compressor, interval: int, rotary: Rotary | None = None, storage: Storage | None = None
     ) -> None:
-        if not isinstance(interval, int) or interval < 1:
-            raise StageError(f"interval is a whole number of tokens >= 1, got {interval!r}")
         storage = None if storage is None else as_storage(storage)
         self.compressor, self.interval, self.rotary, self.storage = compressor, interval, rotary, storage
         self.trigger = OverBudget(compressor, interval)
@@ -114,11 +112,8 @@ class GrowingState:
     @property
     def nbytes_full(self) -> int:
         """Bytes of keys and values had nothing been compressed."""
-        if self._kept is None:
-            return 0
-        like = self._kept.like
-        per_slot = sum(x.shape[-1] * x.element_size() for x in (like.keys, like.values))
-        return like.batch * like.heads * self.logical * per_slot
+        parts = () if self._kept is None else (self._kept.like.keys, self._kept.like.values)
+        return sum(self.logical * x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in parts)
 
     def append(
         self, keys: Tensor, values: Tensor, real: Tensor | None = None, queries: Tensor | None = None,
@@ -134,7 +129,7 @@ class GrowingState:
             as nothing was compressed, unless ``degrees`` asks for them: other layers were, and the mask is theirs.
 
         Raises:
-            DtypeError: keys or values of another type than those held (each has its own).
+            CacheError, DtypeError: rows, heads or types other than those held; keys and values have their own type.
             Whatever the compressor raises; the layer is then as it was before the call.
         """
         if self.compressor.needs_queries and queries is None:
@@ -142,7 +137,9 @@ class GrowingState:
                 "this compressor weighs slots by the model's queries: append(keys, values, real, queries=...), or "
                 f"choose one that needs none, such as presets.distinctive: {self.compressor!r}"
             )
-        self._check_fit(keys, values)
+        refuse_gradients("this cache", keys, values)
+        if self._kept is not None and keys.ndim == values.ndim == 4:  # other shapes are KVState's to refuse
+            check_fit(self._kept.like, keys, values)
         longer = self._grow(keys, values, real)
         grown = longer.state()
         length = keys.shape[2]
@@ -150,8 +147,7 @@ class GrowingState:
         clocks = [clock.after(n, length) for clock, n in zip(self._clocks or [RowClock()] * len(new), new, strict=True)]
         degree = grown.degree if self.moved or degrees else None
         log = self._note(queries, grown, real)
-        # A crop was announced but did not follow the last tokens: assisted generation has ended. To wait any longer
-        # would let the layer grow without limit.
+        # Announced crops that stay out end the waiting: assisted generation is over, and the layer must not grow on.
         waits = self.waits and not self._unsettled
         if waits:
             self._kept, self._clocks, self._queries = longer, clocks, log or self._queries
@@ -161,23 +157,46 @@ class GrowingState:
         self.logical += length
         return grown.keys, grown.values, degree
 
-    def _settle(self, longer: Whole | Parts, grown: KVState, clocks: list[RowClock], log: QueryLog | None) -> None:
-        """Keep ``longer``, the rows that are due compressed; nothing is changed if the compressor raises."""
+    def _settle(self, longer: Whole | Parts, grown: KVState, clocks: list[RowClock], log: QueryLog | None) -> bool:
+        """Keep ``longer``, rows that are due compressed, and say if any was; a compressor's error changes nothing."""
         due = [row for row, clock in enumerate(clocks) if clock.due(self.trigger)]
         seconds = 0.0
         if due:
             start = time.perf_counter()
             kept = map_rows(grown, due, lambda rows: self._compress(rows, log, due))
             clocks = after_event(clocks, due, grown, kept)
-            live = [clock.live for clock in clocks]
-            # A row in which nothing ever merged can still be cropped: it stays as it is.
-            longer = longer.settle(kept, live, {row for row in due if clocks[row].events})
+            longer = longer.settle(kept, [c.live for c in clocks], {row for row in due if clocks[row].events})
             seconds = time.perf_counter() - start
         if log is not None:
             log.forget(due)
             self._queries = log
         self._kept, self._clocks = longer, clocks
         self.seconds += seconds
+        return bool(due)
+
+    @property
+    def counts(self) -> list[int]:
+        """Slots that each row holds."""
+        return [clock.live for clock in self._clocks]
+
+    @property
+    def wait(self) -> int:
+        """Tokens until some row may be due, at least 1; for a budget of a fixed number of slots."""
+        return min((clock.wait(self.trigger) for clock in self._clocks), default=1)
+
+    def take_over(self, grown: KVState, tokens: int) -> bool:
+        """Go on from ``grown``: what is held, and ``tokens`` more of every row, all real; compress what is due.
+
+        Returns whether any row was due. Nothing is changed if the compressor raises.
+        """
+        due = self._settle(Whole(grown), grown, [clock.after(tokens, tokens) for clock in self._clocks], None)
+        self.logical += tokens
+        return due
+
+    def lie_in(self, state: KVState) -> None:
+        """What is held lies in ``state`` from now on, the slots of every row at its end."""
+        if self._kept is not None:
+            self._clocks, self._kept = after_packing(self._clocks, self._kept.state()), Whole(state)
 
     def _note(self, queries: Tensor | None, grown: KVState, real: Tensor | None) -> QueryLog | None:
         """The log with this step's queries, un-rotated; the one held is not changed, in case the step fails."""
@@ -185,8 +204,7 @@ class GrowingState:
             return None
         if self.rotary is None:
             raise RotaryError(f"{self.compressor!r} moves queries and needs to know how they are rotated: set rotary")
-        positions = grown.positions[:, :1, -queries.shape[2] :].expand(queries.shape[:3])
-        return self._queries.extended(queries, positions, real, self.rotary)
+        return self._queries.extended(queries, grown.positions, real, self.rotary)
 
     def _compress(self, rows: KVState, log: QueryLog | None, due: list[int]) -> KVState:
         if log is None:
@@ -197,22 +215,9 @@ class GrowingState:
     def _grow(self, keys: Tensor, values: Tensor, real: Tensor | None) -> Whole | Parts:
         new = KVState.from_kv(keys, values, real, rotary=self.rotary)
         # int32 holds any position and is half the bytes.
-        positions = (new.positions + (0 if self._kept is None else self._kept.like.seen[:, None, None])).int()
-        new = replace(new, positions=positions)
+        start = 0 if self._kept is None else self._kept.like.seen[:, None, None]
+        new = replace(new, positions=(new.positions + start).int())
         return self._begin(new) if self._kept is None else self._kept.extend(new)
-
-    def _check_fit(self, keys: Tensor, values: Tensor) -> None:
-        """Refuse tokens that are not of the batch, the heads and the types held; before anything is computed."""
-        refuse_gradients("this cache", keys, values)
-        if self._kept is None or keys.ndim != 4 or values.ndim != 4:
-            return  # the first tokens say what is held; other shapes are KVState's to refuse
-        old = self._kept.like
-        if old.batch != keys.shape[0] or old.heads != keys.shape[1]:
-            raise CacheError(
-                f"the cache holds {old.batch} rows of {old.heads} KV heads, the new tokens have {keys.shape[0]} rows "
-                f"of {keys.shape[1]}; one cache serves one batch: reset() it, or make another"
-            )
-        check_types(old, keys, values)
 
     def fetch(self) -> None:
         """Start to bring near what the next :meth:`append` attends to, where a storage keeps it elsewhere."""
@@ -221,11 +226,10 @@ class GrowingState:
 
     def reorder(self, rows: Tensor) -> None:
         """Keep, repeat or permute rows: keys, values, degrees and positions move together."""
-        if self._kept is None:
-            return
-        self._kept = self._kept.reorder(rows)
-        self._clocks = [self._clocks[row] for row in rows.tolist()]
-        self._queries.reorder(rows)
+        if self._kept is not None:
+            self._kept = self._kept.reorder(rows)
+            self._clocks = [self._clocks[row] for row in rows.tolist()]
+            self._queries.reorder(rows)
 
     def crop(self, tokens: int) -> None:
         """Take back the last ``tokens`` tokens; then cluster those that waited for it (:attr:`waits`).

@@ -33,11 +33,12 @@ class QueryLog:
 
         Args:
             queries: ``[B, Hq, L, D]``, after RoPE.
-            positions: theirs, ``[B, Hq, L]``.
+            positions: of everything held, these tokens' last: ``[B, H, T]``.
             real: which of them count, ``[B, L]``; None: all.
             rotary: how they were rotated.
         """
         log = self.copy()
+        positions = positions[:, :1, -queries.shape[2] :].expand(queries.shape[:3])
         counts = queries.new_ones(queries.shape[0], queries.shape[2], dtype=torch.bool) if real is None else real != 0
         # Thinned first: of a long prompt only the sample is un-rotated, not every query.
         counts, queries, positions = thin(counts, queries, positions)

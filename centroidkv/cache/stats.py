@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
-from centroidkv.cache.growing import GrowingState
+from centroidkv.cache.layer_state import LayerState
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CacheStats:
         )
 
 
-def collect_stats(layers: Iterable[GrowingState]) -> CacheStats:
+def collect_stats(layers: Iterable[LayerState]) -> CacheStats:
     """The statistics of the compressed layers of one cache."""
     filled = [layer for layer in layers if layer.like is not None]
     if not filled:
@@ -71,7 +71,7 @@ def collect_stats(layers: Iterable[GrowingState]) -> CacheStats:
     )
 
 
-def _facts(layer: GrowingState) -> tuple[int, int, float, int]:
+def _facts(layer: LayerState) -> tuple[int, int, float, int]:
     """Of the longest row: tokens seen, slots held, tokens given up; and the layer's rounds."""
     state = layer.state
     assert state is not None  # filled

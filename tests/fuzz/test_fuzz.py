@@ -22,6 +22,7 @@ from tests.fuzz import plants
 from tools.fuzz.draw import Case
 from tools.fuzz.drive import run
 from tools.fuzz.found import Wrong, check_threads, thread_facts
+from tools.fuzz.life import Life
 from tools.fuzz.script import write
 from tools.fuzz.shrink import shrink
 from tools.fuzz.watch import MARGIN, Watch
@@ -188,3 +189,14 @@ def test_the_command_reports_what_it_ran_and_a_process_that_dies(tmp_path, monke
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert told.returncode == 1
     assert "before its first case" in told.stderr or "hang: no answer" in told.stdout
+
+
+def test_masks_by_slot_are_by_the_slots_of_every_layer():
+    """Layers hold different clusters, so a mask with a column per slot hides other tokens in each."""
+    life = Life(layers=2, budget=0.5)
+    life.feed(n=16)
+    assert not life.cache.layers[0].growing.state.degree.equal(life.cache.layers[1].growing.state.degree)
+    for n in (1, 3):
+        life.feed(n=n, mask="old", wide=False)
+    life.finish()
+    assert not life.refusals

@@ -7,7 +7,9 @@ Copied into failing scripts.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from centroidkv.integrations.transformers.layer import CentroidLayer
+from tools.fuzz.models import attention_modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +121,7 @@ class Step:
 def plain_step(model: Any, held: list[Held], kinds: list[str], row: int, step: Step, columns: Any) -> torch.Tensor:
     """Logits ``[n, vocabulary]`` of the plain ``model`` over the repeated cache."""
     dtype = model.dtype
-    cache, masks = DynamicCache(), {}
+    cache, masks, of_layers = DynamicCache(), {}, []
     heads = model.config.num_attention_heads
     filled = bool(held) and held[0].keys is not None
     for index, kind in enumerate(kinds):
@@ -130,14 +133,26 @@ def plain_step(model: Any, held: list[Held], kinds: list[str], row: int, step: S
             layer.update(keys.to(wide or keys.dtype), values.to(wide or values.dtype))
             cache.layers.append(layer)
         masks[kind] = _mask(kind, slots, step, heads // slots.shape[0]).to(dtype)
+        of_layers.append(masks[kind])
     mask: Any = masks[kinds[0]]
     if len(masks) > 1 or model.config.model_type.startswith("gemma3"):
         any_mask = next(iter(masks.values()))
         mask = {f"{kind}_attention": masks.get(kind, any_mask) for kind in ("full", "sliding")}
-    out = model(
-        step.ids[None], attention_mask=mask, position_ids=step.positions[None], past_key_values=cache, use_cache=True
-    )
+    with contextlib.ExitStack() as stack:
+        if step.old is not None:  # one mask for all layers would be by the slots of one of them
+            for module, own in zip(attention_modules(model), of_layers, strict=True):
+                hook = module.register_forward_pre_hook(partial(_given, own), with_kwargs=True)
+                stack.callback(hook.remove)
+        out = model(
+            step.ids[None], attention_mask=mask, position_ids=step.positions[None], past_key_values=cache,
+            use_cache=True,
+        )  # fmt: skip
     return out.logits[0]
+
+
+def _given(mask: torch.Tensor, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What an attention module is called with, but for its mask."""
+    return args, {**kwargs, "attention_mask": mask}
 
 
 def _mask(kind: str, slots: torch.Tensor, step: Step, groups: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from centroidkv.allocation import depths_of
-from centroidkv.cache import CacheStats, FixedState, GrowingState, Storage
+from centroidkv.cache import CacheStats, FixedState, GrowingState, LayerState, Storage
 from centroidkv.cache.stats import collect_stats
 from centroidkv.compressor import Compressor
 from centroidkv.errors import CentroidKVError
@@ -110,7 +110,7 @@ class CentroidCache(RefusesStates, Cache):
         return CentroidLayer(GrowingState(compressor, self.interval, rotary, self.storage))
 
     @property
-    def _compressed(self) -> list[GrowingState]:
+    def _compressed(self) -> list[LayerState]:
         return [layer.growing for layer in self.layers if isinstance(layer, CentroidLayer)]
 
     def update(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from centroidkv.cache import GrowingState
+from centroidkv.cache import LayerState
 from centroidkv.cache.columns import Columns
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError
@@ -72,7 +72,7 @@ class ForwardPass:
             )
         return caller
 
-    def begin(self, caller: Caller | None, layers: Sequence[GrowingState], batch: int, new: int) -> None:
+    def begin(self, caller: Caller | None, layers: Sequence[LayerState], batch: int, new: int) -> None:
         """Before the first compressed layer takes its tokens: read the mask, refuse one that cannot be obeyed."""
         mask = None if caller is None else caller.attention_mask
         self._sizes = {layer.physical for layer in layers}
@@ -88,7 +88,7 @@ class ForwardPass:
             step.old_slots(mask, layers[0].physical + new)
         self.step, self.columns = step, columns
 
-    def check_layer(self, layer: GrowingState, ours: bool) -> None:
+    def check_layer(self, layer: LayerState, ours: bool) -> None:
         """Refuse attention that would not get, or not use, what this layer is about to hand over; ``ours`` takes it."""
         checks.check_received(self._pending)
         if ours:

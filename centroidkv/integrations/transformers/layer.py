@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from centroidkv.cache import GrowingState
+from centroidkv.cache import LayerState
 from centroidkv.errors import CacheError
 from centroidkv.integrations.transformers.release import query_length, tokens_to_remove
 
@@ -18,7 +18,7 @@ MODELS = ("transformers.models.", "transformers_modules.")
 
 
 class CentroidLayer(CacheLayerMixin):
-    """A GrowingState behind transformers' cache-layer interface.
+    """One layer's state behind transformers' cache-layer interface.
 
     ``get_seq_length`` counts tokens (position ids go on counting), ``get_mask_sizes`` counts slots: old slots stand
     directly before the new tokens, as in a sliding window, so causal masks need no change. Masks of left padding do no
@@ -29,7 +29,7 @@ class CentroidLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, growing: GrowingState) -> None:
+    def __init__(self, growing: LayerState) -> None:
         # The base class would set keys, values and is_initialized, which are properties here.
         self.growing = growing
 

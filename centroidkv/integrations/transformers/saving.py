@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from centroidkv.cache import Held, Storage
+from centroidkv.cache import GrowingState, Held, Storage
 from centroidkv.cache.columns import Columns
 from centroidkv.cache.storage import as_storage, own
 from centroidkv.compressor import Compressor
@@ -207,6 +207,7 @@ def _unpack_layer(
             start = f"{prefix}{number}."
             named = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
             held.append(Held(named, own_facts))
+        assert isinstance(layer.growing, GrowingState)  # no other is saved
         layer.growing.unpack(held, facts["compressed"], device)
         return schema.check_state(layer.growing, form, where)
     keys, values = (tensors[prefix + name].to(device) for name in ("keys", "values"))
