@@ -200,3 +200,12 @@ def test_masks_by_slot_are_by_the_slots_of_every_layer():
         life.feed(n=n, mask="old", wide=False)
     life.finish()
     assert not life.refusals
+
+
+def test_a_layer_of_constant_size_lives_too():
+    life = Life(layers=2, budget=20, capacity="fixed", interval=4)
+    for n in (30, *[1] * 9, 3, 1):
+        life.feed(n=n)
+    life.finish()
+    assert not life.refusals
+    assert life.cache.layers[0].growing.events > 2

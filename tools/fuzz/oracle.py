@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from centroidkv.cache import FixedState
 from centroidkv.integrations.transformers.layer import CentroidLayer
 from tools.fuzz.models import attention_modules
 
@@ -78,7 +79,8 @@ def _look(layer: Any) -> Held:
     if state is None:
         return Held(None, None, torch.empty(0), logical=logical)
     tensors = (mine(x) for x in (state.keys, state.values, state.degree, state.positions))
-    return Held(*tensors, tuple(state.seen.tolist()), logical, tuple(clock.events for clock in growing._clocks))
+    clocks = (growing._grown if isinstance(growing, FixedState) else growing)._clocks
+    return Held(*tensors, tuple(state.seen.tolist()), logical, tuple(clock.events for clock in clocks))
 
 
 def repeated(held: Held, row: int, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
