@@ -63,7 +63,7 @@ class Whole:
 
     def crop(self, tokens: int) -> tuple[Whole, list[int]]:
         """Without the last ``tokens`` columns, and how many real tokens each row lost."""
-        left = self.slots - tokens
+        left = max(self.slots - tokens, 0)  # columns of padding may have no slot
         gone = self._state.live[:, :, left:].sum(-1).amax(-1)
         cropped = self._state.map_slots(lambda x: x[:, :, :left].clone(), seen=self._state.seen - gone)
         return Whole(cropped), gone.tolist()

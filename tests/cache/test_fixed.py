@@ -225,3 +225,14 @@ def test_an_interrupt_while_buffers_are_written_is_said(monkeypatch):
     layer.clear()
     layer.append(keys[:, :, :3], keys[:, :, :3])
     assert layer.logical == 3
+
+
+def test_a_crop_of_columns_that_have_no_slot_leaves_nothing_behind():
+    """Buffers hold no padding: three columns are two slots, and all three are taken back."""
+    layer = FixedState(compressor(), 8)
+    keys = torch.randn(1, 2, 3, 8)
+    layer.append(keys, keys, torch.tensor([[False, True, True]]))
+    layer.crop(3)
+    assert (layer.logical, layer.physical, layer.state.seen.tolist()) == (0, 0, [0])
+    shown, _, degree = layer.append(keys, keys, degrees=True)
+    assert shown[degree > 0].view(keys.shape).equal(keys)

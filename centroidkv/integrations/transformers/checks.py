@@ -68,8 +68,17 @@ def _tokens(layer: Any) -> int:
     return layer.growing.logical if hasattr(layer, "growing") else layer.get_seq_length()
 
 
-def check_stock(config: Any, shared: dict[str, Any] | None, taken: bool = False) -> dict[str, Any]:
-    """Refuse attention that would ignore the degrees, before the first token, or after the step's were ``taken``.
+def left_meanwhile(config: Any) -> BackendError:
+    """The error for a model whose last user of ``enable`` left while a layer took its tokens."""
+    return BackendError(
+        "the last user of enable(model) left it while a layer took its tokens, and attention "
+        f"{config._attn_implementation!r} would ignore the degrees, or apply a mask that is not by slot. Leave it "
+        "after the forward pass; reset() the cache and process the prompt again"
+    )
+
+
+def check_stock(config: Any, shared: dict[str, Any] | None) -> dict[str, Any]:
+    """Refuse attention that would ignore the degrees, before the first token.
 
     Returns:
         ``shared``, which is what the degrees can be put into.
@@ -85,7 +94,7 @@ def check_stock(config: Any, shared: dict[str, Any] | None, taken: bool = False)
     raise BackendError(
         f"{reason}, and the text would be silently wrong. Call enable(model) from "
         "centroidkv.integrations.transformers around generate (for 'sdpa', 'eager', flash), or choose another "
-        f"attn_implementation{f'. {LOST}' if taken else ''}"
+        "attn_implementation"
     )
 
 

@@ -12,7 +12,7 @@ from centroidkv.cache.columns import Columns
 from centroidkv.errors import BackendError, CacheError
 from centroidkv.integrations.transformers.attention import FIXED_DEGREE, takes_tags
 from centroidkv.integrations.transformers.caller import Caller
-from centroidkv.integrations.transformers.checks import check_padding_mask
+from centroidkv.integrations.transformers.checks import check_padding_mask, left_meanwhile
 from centroidkv.integrations.transformers.handover import LOST
 from centroidkv.integrations.transformers.layer import CentroidLayer
 from centroidkv.integrations.transformers.masks import as_additive, is_made_from_padding
@@ -43,8 +43,10 @@ class FixedLayer(CentroidLayer):
         """Append one token; its degrees go into ``shared``, the attention's keyword arguments. Traceable."""
         if not torch.compiler.is_compiling():
             self.growing.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs
-        shared = check_route(config, shared, padded)
+        shared, ours = check_route(config, shared, padded), takes_tags(config)
         held, held_values, degree = self.growing.step(keys, values)
+        if ours != takes_tags(config):
+            raise left_meanwhile(config)
         _hand_over(degree, shared, config, keys.dtype)
         return held, held_values
 

@@ -39,7 +39,7 @@ class ForwardPass:
         self._compressor, self._grows = compressor, grows
         self._sizes: set[int] = set()
         self._mask: Callable[[], Any] = weakly(None)
-        self._masked = self._regroups = False
+        self._masked = self._regroups = self._ours = False
         self._pending: Handover | None = None
 
     @property
@@ -91,6 +91,7 @@ class ForwardPass:
     def check_layer(self, layer: LayerState, ours: bool) -> None:
         """Refuse attention that would not get, or not use, what this layer is about to hand over; ``ours`` takes it."""
         checks.check_received(self._pending)
+        self._ours = ours
         if ours:
             return
         if layer.like is None:
@@ -116,8 +117,9 @@ class ForwardPass:
                 return self._pending.attach(), values
             shared[KEYWORD] = self._pending
         elif degree is not None:
-            # Once more: the last user of ``enable`` may have left it since this layer began.
-            shared = checks.check_stock(self.config, shared, taken=True)
+            if self._ours:
+                raise checks.left_meanwhile(self.config)
+            shared = checks.check_stock(self.config, shared)
             if self._regroups:
                 checks.check_one_decision(degree)
             bias = log_degree_bias(degree, query_groups(self.config), new=self.step.new).to(keys.dtype)
