@@ -76,6 +76,7 @@ ALLOWED = {
         "compressor",
         "matching",
         "partition",
+        "preserve",
         "schedule",
         "similarity",
     },

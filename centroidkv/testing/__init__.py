@@ -19,6 +19,7 @@ from centroidkv.testing.attention_laws import check_attention
 from centroidkv.testing.backend_laws import check_backend
 from centroidkv.testing.compressor_laws import check_compressor
 from centroidkv.testing.law import Law, LawViolation
+from centroidkv.testing.layer_laws import check_layer
 from centroidkv.testing.matcher_check import check_matcher
 from centroidkv.testing.partition_laws import check_partition
 from centroidkv.testing.preserve_laws import check_preserver
@@ -34,6 +35,7 @@ __all__ = [
     "check_attention",
     "check_backend",
     "check_compressor",
+    "check_layer",
     "check_matcher",
     "check_partition",
     "check_preserver",

@@ -10,7 +10,7 @@ from centroidkv import Budget, Compressor, KVState, presets
 from centroidkv.aggregate import DegreeWeightedMean, KeepTargetKey
 from centroidkv.allocation import Even, MiddleLayers
 from centroidkv.attention import degree_attention
-from centroidkv.cache import Exact, Offloaded, Quantised
+from centroidkv.cache import Exact, FixedState, GrowingState, Offloaded, Quantised
 from centroidkv.cache.quantised import quantise
 from centroidkv.matching import AllPairsMatching, BipartiteSoftMatching, Evict, KMeans, ThresholdMatching, WardMatching
 from centroidkv.partition import Alternating, Halves, RandomSplit, Strided
@@ -96,6 +96,14 @@ STORAGES = [
     (Quantised(4, group=8, nested=True), within(4, 8, True)),
     (Offloaded(Quantised(4)), within(4)),
 ]
+
+
+def stored(compressor, interval):
+    """A layer whose storage gives back what it was given."""
+    return GrowingState(compressor, interval, storage=Exact())
+
+
+LAYERS = [(GrowingState, {}), (FixedState, {}), (stored, {})]
 
 
 def small(backend: str = "auto", **parts: object) -> Compressor:

@@ -14,6 +14,7 @@ from centroidkv.testing import (
     bipartite_laws,
     check_matcher,
     compressor_laws,
+    layer_laws,
     matching_laws,
     partition_laws,
     prepare_laws,
@@ -26,8 +27,8 @@ from tests.laws.faults import FAULTS
 from tests.laws.faults.matching import MATCHING
 
 MODULES = (
-    aggregate_laws, allocation_laws, attention_laws, backend_laws, bipartite_laws, compressor_laws, matching_laws,
-    partition_laws, prepare_laws, preserve_laws, schedule_laws, similarity_laws, storage_laws,
+    aggregate_laws, allocation_laws, attention_laws, backend_laws, bipartite_laws, compressor_laws, layer_laws,
+    matching_laws, partition_laws, prepare_laws, preserve_laws, schedule_laws, similarity_laws, storage_laws,
 )  # fmt: skip
 LAWS = list({x for module in MODULES for x in vars(module).values() if isinstance(x, Law)})
 CASES = [

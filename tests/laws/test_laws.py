@@ -28,6 +28,7 @@ CHECKS = {
     testing.check_attention: stages.ATTENTIONS,
     testing.check_allocation: stages.ALLOCATIONS,
     testing.check_storage: stages.STORAGES,
+    testing.check_layer: stages.LAYERS,
 }
 
 
@@ -44,6 +45,7 @@ LAWS_AT_LEAST = {
     testing.check_attention: 5,
     testing.check_allocation: 5,
     testing.check_storage: 7,
+    testing.check_layer: 5,
 }
 
 

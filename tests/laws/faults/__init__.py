@@ -5,6 +5,7 @@ from tests.laws.faults.allocation import ALLOCATION
 from tests.laws.faults.attention import ATTENTION
 from tests.laws.faults.backend import BACKEND
 from tests.laws.faults.compressor import COMPRESSOR
+from tests.laws.faults.layer import LAYER
 from tests.laws.faults.matching import MATCHING
 from tests.laws.faults.partition import PARTITION
 from tests.laws.faults.preserve import PRESERVE
@@ -24,4 +25,5 @@ FAULTS = (
     | BACKEND
     | ALLOCATION
     | STORAGE
+    | LAYER
 )
