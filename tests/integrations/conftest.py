@@ -45,3 +45,32 @@ def prompt():
         return torch.randint(3, 101, (batch, length), generator=torch.Generator().manual_seed(length))
 
     return make
+
+
+@pytest.fixture
+def follow():
+    """A function that reads three rows, permutes them as a beam search does, and holds each to its own run from then.
+
+    It compares the degrees of every layer and the logits of ``steps`` more tokens, and returns the cache.
+    """
+
+    @torch.no_grad()
+    def run(model, make_cache, ids, steps=24, order=(2, 0, 0)):
+        then = torch.randint(3, 101, (len(order), steps), generator=torch.Generator().manual_seed(5))
+        together = make_cache()
+        model(ids, past_key_values=together)
+        alone = [make_cache() for _ in order]
+        for row, cache in zip(order, alone, strict=True):
+            model(ids[row : row + 1], past_key_values=cache)
+        together.reorder_cache(torch.tensor(order))
+        for step in range(steps):
+            logits = model(then[:, step : step + 1], past_key_values=together).logits
+            for place, cache in enumerate(alone):
+                own = model(then[place : place + 1, step : step + 1], past_key_values=cache).logits
+                assert torch.allclose(logits[place], own[0], atol=1e-4), (step, place)
+                for layer, mine in zip(together.layers, cache.layers, strict=True):
+                    degree, wanted = layer.growing.state.degree[place], mine.growing.state.degree[0]
+                    assert degree[degree > 0].equal(wanted[wanted > 0]), (step, place)
+        return together
+
+    return run

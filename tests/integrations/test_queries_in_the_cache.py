@@ -66,11 +66,12 @@ def test_left_padded_rows_equal_their_own_runs(llama, prompt):
             assert torch.equal(together[index : index + 1, -40:], alone[:, -40:])
 
 
-def test_beams_copies_and_second_turns_carry_the_queries_along(llama, prompt):
+def test_beams_and_second_turns_carry_the_queries_along(llama, prompt, follow):
     model, ids = llama(), prompt(120)
     with enable(model):
-        beams = generate(model, ids, CentroidCache(balanced(0.5), interval=16), num_beams=3)
-        assert beams.shape[1] == 160
+        # What is clustered after the rows moved is chosen by the queries that each of them asked before.
+        moved = follow(model, lambda: CentroidCache(balanced(0.5), interval=16), prompt(120, 3))
+        assert moved.stats().events > 1
         cache = CentroidCache(balanced(0.5), interval=32)
         first = generate(model, ids, cache)
         longer = torch.cat((first, prompt(20)), -1)

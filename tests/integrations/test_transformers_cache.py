@@ -257,9 +257,11 @@ def test_a_second_turn_with_full_history_goes_on(llama, prompt):
     assert cache.stats().logical == second.shape[1] - 1
 
 
-def test_beams_move_degrees_and_positions_with_keys(llama, prompt):
+def test_beams_move_degrees_and_positions_with_keys(llama, prompt, follow):
     model, ids = llama(), prompt(120)
     with enable(model):
+        moved = follow(model, lambda: CentroidCache(compressor(0.5), interval=16), prompt(120, 3))
+        assert moved.stats().events > 1
         beams = generate(model, ids, CentroidCache(compressor(0.5), interval=16), num_beams=3, new=40)
         full = generate(model, ids, CentroidCache(compressor(1.0), interval=16), num_beams=3, new=40)
     assert torch.equal(full, generate(model, ids, num_beams=3, new=40))

@@ -74,7 +74,7 @@ def test_many_chunks_and_threads(dtype, chunk, rank):
 @needs_library
 @pytest.mark.parametrize("backend", ["native", "blocked"])
 @given(case=states(least=2, most=60, kinds=("rotary", "duplicates", "zeros", "equal"), dtypes=("float32",)))
-def test_rounded_similarities_leave_nothing_to_chance(backend, case):
+def test_rounded_similarities_decide_alike_but_for_one_between_two_steps(backend, case):
     """With a step, equal similarities are equal: even where keys tie, all ways decide alike."""
     state = state_of(replace(case, size=32))
     fast = build(chunk=10, rate=0.2, step=2**-7, backend=backend)
