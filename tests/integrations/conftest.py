@@ -56,12 +56,15 @@ def follow():
 
     @torch.no_grad()
     def run(model, make_cache, ids, steps=24, order=(2, 0, 0)):
-        then = torch.randint(3, 101, (len(order), steps), generator=torch.Generator().manual_seed(5))
+        draw = torch.Generator().manual_seed(5)
+        first = torch.randint(3, 101, (3, 9), generator=draw)  # after the prompt's event, before the rows move
+        then = torch.randint(3, 101, (len(order), steps), generator=draw)
         together = make_cache()
-        model(ids, past_key_values=together)
         alone = [make_cache() for _ in order]
-        for row, cache in zip(order, alone, strict=True):
-            model(ids[row : row + 1], past_key_values=cache)
+        for piece in (ids, *first.split(1, dim=1)):
+            model(piece, past_key_values=together)
+            for row, cache in zip(order, alone, strict=True):
+                model(piece[row : row + 1], past_key_values=cache)
         together.reorder_cache(torch.tensor(order))
         for step in range(steps):
             logits = model(then[:, step : step + 1], past_key_values=together).logits
