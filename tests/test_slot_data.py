@@ -12,7 +12,7 @@ import transformers
 from centroidkv import Budget, Compressor, KVState
 from centroidkv.cache import Exact, FixedState, GrowingState, Offloaded, Quantised
 from centroidkv.errors import ServingError, ShapeError, StageError
-from centroidkv.integrations.transformers import CentroidCache
+from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.paged import PageDatum, Pages, ServingPlan, cluster, lasting_data, slot_bytes
 from centroidkv.partition import Alternating
 from centroidkv.preserve import Recent, Sinks
@@ -232,7 +232,7 @@ def test_it_travels_through_a_saved_file(tmp_path):
     )
     model = transformers.LlamaForCausalLM(config).eval()
     cache = CentroidCache(compressor(0.5), interval=8)
-    with torch.no_grad():
+    with torch.no_grad(), enable(model):
         model(torch.randint(3, 60, (1, 50)), past_key_values=cache)
     cache.save(tmp_path / "saved")
     again = CentroidCache.load(tmp_path / "saved", compressor(0.5), config=config)
