@@ -16,7 +16,7 @@ import torch
 
 from centroidkv import native
 from centroidkv.errors import BackendError
-from centroidkv.native import build, kept
+from centroidkv.native import build
 
 pytestmark = [
     pytest.mark.skipif(native.why_not_native() is not None, reason=str(native.why_not_native())),
@@ -27,11 +27,17 @@ USE = "from centroidkv import Compressor; Compressor.builder().build('native'); 
 
 
 @pytest.fixture(scope="module")
-def real():
-    """The library of this machine, compiled."""
-    folder = kept.user_cache() / "native"
-    native.why_not_native()
-    return max(folder.glob("kernels-*-*.so"), key=lambda path: path.stat().st_mtime)
+def real(tmp_path_factory):
+    """The library of this machine, compiled for these tests; the user's folder may hold some with other flags."""
+    folder = tmp_path_factory.mktemp("real")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CENTROIDKV_CACHE", str(folder))
+        patch.delenv(build.MORE_FLAGS, raising=False)
+        native._load.cache_clear()
+        assert native.why_not_native() is None
+        native._load.cache_clear()
+    (path,) = (folder / "native").glob("kernels-*-*.so")
+    return path
 
 
 @pytest.fixture
