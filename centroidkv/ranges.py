@@ -43,10 +43,12 @@ def in_hull(compute: Callable[[float], Tensor], dtype: torch.dtype) -> Tensor:
     """
     mean = compute(1.0)
     # A difference or sum that overflows is infinite, and stays infinite or NaN to the end: so this finds all of them.
-    # What is finite here is so in ``dtype`` too: its last number is further from infinity than sums are from the mean.
-    if all_finite(mean):
-        return mean.to(dtype)
-    mean, limit = mean.to(dtype), torch.finfo(dtype).max
+    # What is finite here is so in bfloat16 too, whose last number is further from infinity than a sum is from the mean;
+    # float16 ends too close for that, where a cluster has thousands of members.
+    exact, mean = mean, mean.to(dtype)
+    if all_finite(mean if dtype == torch.float16 else exact):
+        return mean
+    limit = torch.finfo(dtype).max
     again = compute(QUARTER).clamp(-limit * QUARTER, limit * QUARTER) / QUARTER  # rounding may step over the end
     return torch.where(torch.isfinite(mean), mean, again.to(dtype))
 

@@ -256,3 +256,13 @@ def test_means_are_not_scaled_without_need():
 def test_a_ratio_budget_of_huge_keys_reaches_it():
     x = huge(torch.float32, 1.0, 1, 1, 400, 16)
     assert presets.centroidkv(Budget.tokens(120))(KVState.from_kv(x, x)).slots == 120
+
+
+def test_a_mean_of_thousands_at_the_end_of_float16_stays_in_it():
+    """A float32 sum of 45007 equal numbers is off by more than float16's last number is from infinity."""
+    n = 45007
+    squeeze = presets.kmeans(Budget.tokens(100)).with_(preserve=(), budget=Budget.tokens(1))
+    values = torch.full((1, 1, n, 1), 65504.0, dtype=torch.float16)
+    values[0, 0, 0] = -65504
+    small = squeeze(KVState.from_kv(torch.ones(1, 1, n, 2), values))
+    assert small.values.item() == 65504

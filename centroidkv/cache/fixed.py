@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from centroidkv.guards import check_fit
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
 from centroidkv.state_ops import fill_of, tensors_of, with_tensors
+
+Result = TypeVar("Result")
 
 
 class FixedState:
@@ -131,12 +133,13 @@ class FixedState:
                 f"{self._wait}; it must be asked before every step, which transformers does unless a compiled forward "
                 "pass is given a 4-D mask of your own. reset() the cache"
             )
-        with self._all_or_nothing():
+
+        def catch_up() -> bool:
             due = self._grown.take_over(self._front(self._known + taken), taken)
-            self._known += taken
-            self._wait, self._announced = self._grown.wait, 0
-            if due:
-                self._store()
+            self._known, self._wait, self._announced = self._known + taken, self._grown.wait, 0
+            return due
+
+        self._all_or_nothing(catch_up, store=False)  # but where a row was due
 
     def _front(self, width: int) -> KVState:
         """The slots in use; views of the buffers, valid until the next event."""
@@ -175,17 +178,22 @@ class FixedState:
         self.slots.tokens.fill_(self._grown.logical)
         self._known, self._wait, self._announced = width, wait, 0
         self._grown.lie_in(self._front(width))
-        self._torn = False
 
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Whatever ends this, what is kept and what is known of the buffers are as before, or the buffers are torn."""
+    def _all_or_nothing(self, change: Callable[[], Result], store: bool = True) -> Result:
+        """``change()``, then the buffers; whatever ends it, all is as before, or says reset().
+
+        A call, not a context manager: an interrupt at the end of a ``with`` would take back what the buffers hold.
+        """
         before, grown = dict(vars(self)), copy(self._grown)
         try:
-            yield
+            result = change()
+            if store or result:
+                self._store()
         except BaseException:
             vars(self).update(before, _grown=grown, _torn=self._torn)
             raise
+        self._torn = False  # an interrupt before this leaves new buffers, which then count as torn
+        return result
 
     # -- everything else: catch up first, go back into the buffers afterwards ---------------------------------------
 
@@ -197,30 +205,21 @@ class FixedState:
         self.settle()
         # Buffers hold no padding, so their slots are not the mask's columns even before anything was merged.
         packed = any(count != self._grown.logical for count in self._grown.counts)
-        with self._all_or_nothing():
-            attended = self._grown.append(keys, values, real, queries, degrees or packed)
-            self._store()
-        return attended
+        return self._all_or_nothing(lambda: self._grown.append(keys, values, real, queries, degrees or packed))
 
     def restore(self, state: KVState, logical: int) -> None:
         """As :meth:`GrowingState.restore`."""
-        with self._all_or_nothing():
-            self._grown.restore(state, logical)
-            self._store()
+        self._all_or_nothing(lambda: self._grown.restore(state, logical))
 
     def reorder(self, rows: Tensor) -> None:
         """Keep, repeat or permute rows; another number of rows means new buffers, and so another compilation."""
         self.settle()
-        with self._all_or_nothing():
-            self._grown.reorder(rows)
-            self._store()
+        self._all_or_nothing(lambda: self._grown.reorder(rows))
 
     def crop(self, tokens: int) -> None:
         """As :meth:`GrowingState.crop`."""
         self.settle()
-        with self._all_or_nothing():
-            self._grown.crop(tokens)
-            self._store()
+        self._all_or_nothing(lambda: self._grown.crop(tokens))
 
     def check_crop(self, tokens: int) -> None:
         """As :meth:`GrowingState.check_crop`."""

@@ -236,3 +236,33 @@ def test_a_crop_of_columns_that_have_no_slot_leaves_nothing_behind():
     assert (layer.logical, layer.physical, layer.state.seen.tolist()) == (0, 0, [0])
     shown, _, degree = layer.append(keys, keys, degrees=True)
     assert shown[degree > 0].view(keys.shape).equal(keys)
+
+
+@pytest.mark.parametrize("what", ["append", "settle", "reorder", "crop"])
+def test_an_interrupt_after_the_buffers_were_written_is_said(what, monkeypatch):
+    """Everything is in the buffers, and the call has not returned: going on must not count otherwise than they do."""
+    layer = FixedState(compressor(), 8)
+    layer.append(*(torch.randn(2, 2, 30, 8) for _ in "kv"))
+    for _ in range(8 if what == "settle" else 2):
+        layer.step(*(torch.randn(2, 2, 1, 8) for _ in "kv"))
+    plain = FixedState._store
+
+    def interrupted(self):
+        plain(self)
+        raise KeyboardInterrupt
+
+    change = {
+        "append": lambda: layer.append(*(torch.randn(2, 2, 3, 8) for _ in "kv")),
+        "settle": layer.settle,
+        "reorder": lambda: layer.reorder(torch.tensor([1, 0])),
+        "crop": lambda: layer.crop(1),
+    }[what]
+    with monkeypatch.context() as patch:
+        patch.setattr(FixedState, "_store", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            change()
+    with pytest.raises(CacheError, match=r"reset\(\)"):
+        layer.append(*(torch.randn(2, 2, 1, 8) for _ in "kv"))
+    layer.clear()
+    layer.append(*(torch.randn(1, 2, 30, 8) for _ in "kv"))
+    assert layer.logical == 30
