@@ -45,11 +45,9 @@ def in_own_types(device: torch.device) -> AbstractContextManager[Any]:
 def check_fit(held: Any, keys: Tensor, values: Tensor) -> None:
     """Refuse new ``keys`` and ``values`` that are not of the rows, KV heads and types of those that ``held`` has.
 
-    Keys and values each have a type of their own; it is a change of either that is refused.
-
     Raises:
         CacheError: says how many rows and heads there are.
-        DtypeError: names both types.
+        DtypeError: see :func:`check_types`.
     """
     rows, heads = held.keys.shape[:2]
     if keys.shape[:2] != (rows, heads):
@@ -57,6 +55,17 @@ def check_fit(held: Any, keys: Tensor, values: Tensor) -> None:
             f"the cache holds {rows} rows of {heads} KV heads, the new tokens have {keys.shape[0]} rows of "
             f"{keys.shape[1]}; one cache serves one batch: reset() it, or make another"
         )
+    check_types(held, keys, values)
+
+
+def check_types(held: Any, keys: Tensor, values: Tensor) -> None:
+    """Refuse new ``keys`` and ``values`` whose types are not those of the keys and values that ``held`` has.
+
+    Keys and values each have a type of their own; it is a change of either that is refused.
+
+    Raises:
+        DtypeError: names both types.
+    """
     for name, new in (("keys", keys), ("values", values)):
         old = getattr(held, name)
         if old.dtype != new.dtype:

@@ -16,7 +16,7 @@ from centroidkv.cache.storage import Held
 from centroidkv.compressor import Compressor
 from centroidkv.dense import last_live
 from centroidkv.errors import CacheError, SavedCacheError
-from centroidkv.guards import check_fit
+from centroidkv.guards import check_types
 from centroidkv.rotary import Rotary
 from centroidkv.state import KVState
 from centroidkv.state_ops import fill_of, tensors_of, with_tensors
@@ -88,7 +88,7 @@ class FixedState:
             raise CacheError(
                 f"a step takes one token for the rows and KV heads held; held: {held}, got {tuple(keys.shape)}"
             )
-        check_fit(slots, keys, values)
+        check_types(slots, keys, values)
         torch._assert_async(
             slots.cursor[0] < self.capacity,
             f"all {self.capacity} slots are taken: clustering was due and the cache was not asked between the steps. "

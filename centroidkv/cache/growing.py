@@ -165,6 +165,7 @@ class GrowingState:
             start = time.perf_counter()
             kept = map_rows(grown, due, lambda rows: self._compress(rows, log, due))
             clocks = after_event(clocks, due, grown, kept)
+            # A row in which nothing ever merged can still be cropped: it stays as it is.
             longer = longer.settle(kept, [c.live for c in clocks], {row for row in due if clocks[row].events})
             seconds = time.perf_counter() - start
         if log is not None:
@@ -185,10 +186,7 @@ class GrowingState:
         return min((clock.wait(self.trigger) for clock in self._clocks), default=1)
 
     def take_over(self, grown: KVState, tokens: int) -> bool:
-        """Go on from ``grown``: what is held, and ``tokens`` more of every row, all real; compress what is due.
-
-        Returns whether any row was due. Nothing is changed if the compressor raises.
-        """
+        """Go on from ``grown``, with ``tokens`` more of every row, all real; as :meth:`_settle`."""
         due = self._settle(Whole(grown), grown, [clock.after(tokens, tokens) for clock in self._clocks], None)
         self.logical += tokens
         return due
