@@ -148,12 +148,13 @@ class Pages:
 
     def fill(self, blocks: Tensor, state: KVState, row: int) -> None:
         """Overwrite whole blocks with the slots of one row of ``state``, as many as these blocks have."""
-        pairs = [(self.keys, state.keys), (self.values, state.values), (self.log_degree, state.degree.log())]
+        pairs = [(self.keys, state.keys[row]), (self.values, state.values[row])]
+        pairs.append((self.log_degree, state.degree[row].log()))
         if self.positions is not None:
-            pairs.append((self.positions, state.positions.int()))
-        pairs += [(held, state.slot_data[datum.name]) for datum, held in self.data]
+            pairs.append((self.positions, state.positions[row].int()))
+        pairs += [(held, state.slot_data[datum.name][row]) for datum, held in self.data]
         for held, new in pairs:
-            held[blocks] = new[row].unflatten(1, (len(blocks), self.block_size)).transpose(0, 1)
+            held[blocks] = new.unflatten(1, (len(blocks), self.block_size)).transpose(0, 1)
 
 
 def _in_a_row(blocks: Tensor) -> Tensor:

@@ -85,10 +85,10 @@ def by_hand(plan: ServingPlan, request: Request, tokens: int) -> torch.Tensor:
         held = new if held is None else join_slots([held, new])
         query = request.query[now].transpose(0, 1)[None]
         said.append(degree_attention(query, held.keys, held.values, held.degree, scale=SCALE)[0].transpose(0, 1))
-        past, full = token + 1 - request.prompt, (token + 1) // BLOCK * BLOCK
+        full = (token + 1) // BLOCK * BLOCK
         slots = held.slots - (token + 1 - full)
         target = plan.compressor.budget.slots(full) // BLOCK * BLOCK if full else 0
-        due = past >= 0 and past % INTERVAL == 0 and 0 < target < slots
+        due = plan.trigger.due(request.prompt, token + 1) and 0 < target < slots
         if due and plan.compressor.fits(full, slots, Budget.tokens(target)):
             small = plan.sized(target)(columns(held, slice(0, slots)))
             held = join_slots([small, columns(held, slice(slots, None))])
