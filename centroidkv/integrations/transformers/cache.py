@@ -174,7 +174,7 @@ class CentroidCache(RefusesStates, Cache):
         keys, values, degree = layer.growing.append(key_states, value_states, real, queries, now.clustered)
         if self.storage is not None:
             self._after(layer_idx).growing.fetch()
-        return now.hand_over(keys, values, degree, shared)
+        return now.hand_over(keys, values, degree, shared, ours)
 
     def check_attended(self, module: str) -> None:
         """Raise BackendError if attention module ``module``, which has just run, did not take its degrees."""

@@ -43,11 +43,12 @@ class FixedLayer(CentroidLayer):
         """Append one token; its degrees go into ``shared``, the attention's keyword arguments. Traceable."""
         if not torch.compiler.is_compiling():
             self.growing.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs
-        shared, ours = check_route(config, shared, padded), takes_tags(config)
+        ours = takes_tags(config)
+        shared = check_route(config, shared, padded)
         held, held_values, degree = self.growing.step(keys, values)
         if ours != takes_tags(config):
             raise left_meanwhile(config)
-        _hand_over(degree, shared, config, keys.dtype)
+        _hand_over(degree, shared, config, keys.dtype, ours)
         return held, held_values
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
@@ -120,9 +121,9 @@ def check_route(config: Any, shared: dict[str, Any] | None, padded: bool) -> dic
     return shared
 
 
-def _hand_over(degree: Tensor, shared: dict[str, Any], config: Any, dtype: Any) -> None:
-    """Put ``degree [B, H, C]`` where the attention of this step finds it. Traceable."""
-    if takes_tags(config):
+def _hand_over(degree: Tensor, shared: dict[str, Any], config: Any, dtype: Any, ours: bool) -> None:
+    """Put ``degree [B, H, C]`` where the attention of this step, which is ``ours`` or stock, finds it. Traceable."""
+    if ours:
         shared[FIXED_DEGREE] = degree
         return
     groups = query_groups(config)

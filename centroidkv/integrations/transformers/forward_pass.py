@@ -39,7 +39,7 @@ class ForwardPass:
         self._compressor, self._grows = compressor, grows
         self._sizes: set[int] = set()
         self._mask: Callable[[], Any] = weakly(None)
-        self._masked = self._regroups = self._ours = False
+        self._masked = self._regroups = False
         self._pending: Handover | None = None
 
     @property
@@ -91,7 +91,6 @@ class ForwardPass:
     def check_layer(self, layer: LayerState, ours: bool) -> None:
         """Refuse attention that would not get, or not use, what this layer is about to hand over; ``ours`` takes it."""
         checks.check_received(self._pending)
-        self._ours = ours
         if ours:
             return
         if layer.like is None:
@@ -105,11 +104,12 @@ class ForwardPass:
             checks.check_stock_mask(self._mask(), layer.physical, self.step)
 
     def hand_over(
-        self, keys: Tensor, values: Tensor, degree: Tensor | None, shared: dict[str, Any] | None
+        self, keys: Tensor, values: Tensor, degree: Tensor | None, shared: dict[str, Any] | None, ours: bool
     ) -> tuple[Tensor, Tensor]:
         """Send keys, values and degrees on their way; returns the keys and values for the model.
 
-        ``shared``: the keyword arguments that the attention module shares with the cache, if it does.
+        ``shared``: the keyword arguments that the attention module shares with the cache, if it does; ``ours``: whether
+        our function attended when the layer was checked.
         """
         if self.by_handover:
             self._pending = Handover(keys, values, degree, self.step, self._one_decision)
@@ -117,7 +117,7 @@ class ForwardPass:
                 return self._pending.attach(), values
             shared[KEYWORD] = self._pending
         elif degree is not None:
-            if self._ours:
+            if ours:
                 raise checks.left_meanwhile(self.config)
             shared = checks.check_stock(self.config, shared)
             if self._regroups:
