@@ -45,8 +45,7 @@ class OverBudget:
     interval: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.interval, int) or self.interval < 1:
-            raise StageError(f"interval is a whole number of tokens >= 1, got {self.interval!r}")
+        _check(self.interval)
 
     def due(self, seen: int, slots: int, since: int = 0, events: int = 0) -> bool:
         """Whether to compress now.
@@ -54,8 +53,8 @@ class OverBudget:
         Args:
             seen: real tokens so far.
             slots: slots held.
-            since: real tokens since the last compression, or attempt at one.
-            events: compressions so far.
+            since: real tokens since the last compression, or, after the first, the last attempt that merged nothing.
+            events: compressions so far that merged something; before the first of them no interval is waited for.
         """
         if events and since < self.interval:
             return False
@@ -80,6 +79,9 @@ class PromptEnd:
 
     interval: int
 
+    def __post_init__(self) -> None:
+        _check(self.interval)
+
     def moments(self, prompt: int, computed: int) -> int:
         """How many moments have passed, those included in which nothing was to be done."""
         return 0 if computed < prompt else 1 + (computed - prompt) // self.interval
@@ -91,3 +93,9 @@ class PromptEnd:
     def due(self, prompt: int, computed: int) -> bool:
         """Whether this is a moment."""
         return computed > 0 and self.moments(prompt, computed) > self.moments(prompt, computed - 1)
+
+
+def _check(interval: int) -> None:
+    """Refuse an interval that is no whole number of tokens."""
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise StageError(f"interval is a whole number of tokens >= 1, got {interval!r}")

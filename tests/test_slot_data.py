@@ -212,8 +212,21 @@ def test_it_travels_in_pages():
 def test_pages_that_cannot_hold_it_say_so():
     plan = ServingPlan(compressor(0.5), BLOCK, BLOCK)
     pages, _ = pages_of(plan, 64, ())
-    with pytest.raises(ServingError, match=r"no room for \['noted'\].*would be lost"):
+    with pytest.raises(ServingError, match=r"no room for \['noted'\].*would lose"):
         cluster([pages], [1, 2, 3, 4], next(plan.events(64, 0, 64)), plan, None)
+
+
+def test_pages_for_data_that_no_stage_brings_say_so_and_no_layer_is_written():
+    data = lasting_data(compressor(0.5), 32, 32, torch.float32)
+    plain = Compressor.builder().preserve(Sinks(1)).budget(0.5).build()
+    plan = ServingPlan(plain, BLOCK, BLOCK)
+    layers = [pages_of(plan, 64, ())[0], pages_of(plan, 64, data)[0]]
+    before = layers[0].keys.clone()
+    with pytest.raises(ServingError, match=r"nothing to hold for \['noted'\]"):
+        cluster(layers, [1, 2, 3, 4], next(plan.events(64, 0, 64)), plan, None)
+    assert layers[0].keys[1:5].equal(before[1:5])
+    with pytest.raises(ServingError, match=r"nothing to hold for \['noted'\]"):
+        layers[1].fill(torch.tensor([1, 2, 3, 4]), pages_of(plan, 64, ())[1], 0)
 
 
 def test_pages_hold_words_of_four_bytes():

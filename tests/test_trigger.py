@@ -6,6 +6,7 @@ import pytest
 
 from centroidkv import Budget, presets
 from centroidkv.cache import FixedState, GrowingState
+from centroidkv.errors import StageError
 from centroidkv.paged.plan import ServingPlan
 from centroidkv.preserve import Recent
 from centroidkv.trigger import OverBudget, PromptEnd
@@ -46,6 +47,13 @@ def test_nothing_is_due_before_the_wait_is_over(slots, since, events, wait):
     assert asked.wait(slots, since, events) == wait
     due = [asked.due(500, slots + n, since + n, events) for n in range(1, wait + 1)]
     assert due == [False] * (wait - 1) + [True]
+
+
+@pytest.mark.parametrize("interval", [0, -1, 1.5, True, None, "8"])
+@pytest.mark.parametrize("make", [PromptEnd, lambda interval: OverBudget(presets.quick(0.5), interval)])
+def test_an_interval_is_a_whole_number_of_tokens(make, interval):
+    with pytest.raises(StageError, match=f"interval.*got {interval!r}"):
+        make(interval)
 
 
 def test_prompt_end():

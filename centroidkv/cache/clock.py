@@ -18,8 +18,8 @@ class RowClock:
     Args:
         seen: real tokens so far.
         live: slots held.
-        since: real tokens since the last compression.
-        events: compressions so far.
+        since: real tokens since the last compression or attempt at one.
+        events: compressions so far that merged something.
         columns: columns of the batch, padding included, that are still the row's last slots: what can be cropped.
     """
 
@@ -48,7 +48,9 @@ class RowClock:
         return trigger.wait(self.live, self.since, self.events)
 
     def at_event(self, live: int, merged: bool) -> RowClock:
-        """Just compressed to ``live`` slots; an attempt that merged nothing waits for the next interval as well."""
+        """Just compressed to ``live`` slots. An attempt that merged nothing is no event: the next one waits for an
+        interval all the same, or for the next token if there was no event yet.
+        """
         columns = 0 if merged or self.events else self.columns
         return replace(self, live=live, since=0, columns=columns, events=self.events + merged)
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from centroidkv.errors import ServingError
 from centroidkv.paged.pages import Pages
 from centroidkv.paged.plan import Event, ServingPlan
 from centroidkv.rotary import Rotary
@@ -23,6 +22,9 @@ def cluster(
     """Carry out ``event`` of a request whose logical blocks are the physical ``blocks``, in every one of ``layers``.
 
     All sources are read before a target is written, layer by layer.
+
+    Raises:
+        ServingError: some layer holds other slot data than the compressor keeps; nothing was written.
     """
     if not layers:
         return
@@ -38,11 +40,9 @@ def cluster(
     for start in range(0, len(layers), step):
         some = layers[start : start + step]
         result = compressor(_state(some, at, event, rotary))
-        if homeless := result.slot_data.keys() - {datum.name for datum, _ in layers[0].data}:
-            raise ServingError(
-                f"these pages have no room for {sorted(homeless)}, which {compressor.similarity!r} or "
-                f"{compressor.matching!r} wants to last, so it would be lost; make them with data=lasting_data(...)"
-            )
+        if start == 0:
+            for pages in layers:  # before any of them is written
+                pages.check_data(result)
         for row, pages in enumerate(some):
             pages.fill(targets, result, row)
 

@@ -146,8 +146,27 @@ class Pages:
         """The datum ``[H, T, ...]`` of these blocks."""
         return next(_in_a_row(x[blocks]) for datum, x in self.data if datum.name == name)
 
+    def check_data(self, state: KVState) -> None:
+        """Refuse a state whose slot data are not those that these pages hold, before anything is written.
+
+        Raises:
+            ServingError: names those without a place, and the places without data.
+        """
+        held, brought = {datum.name for datum, _ in self.data}, set(state.slot_data)
+        if held != brought:
+            raise ServingError(
+                f"these pages have no room for {sorted(brought - held)}, which stages of the compressor want to last "
+                f"and would lose, and nothing to hold for {sorted(held - brought)}, which no stage brings; make them "
+                "with data=lasting_data(...) of this compressor"
+            )
+
     def fill(self, blocks: Tensor, state: KVState, row: int) -> None:
-        """Overwrite whole blocks with the slots of one row of ``state``, as many as these blocks have."""
+        """Overwrite whole blocks with the slots of one row of ``state``, as many as these blocks have.
+
+        Raises:
+            ServingError: see :meth:`check_data`.
+        """
+        self.check_data(state)
         pairs = [(self.keys, state.keys[row]), (self.values, state.values[row])]
         pairs.append((self.log_degree, state.degree[row].log()))
         if self.positions is not None:
