@@ -98,12 +98,14 @@ def a_preserved_key_moves(put):
 
 
 def pages_hold_degrees_of_another_head(put):
+    from dataclasses import replace
+
     from centroidkv.paged.pages import Pages
 
     plain = Pages.fill
 
-    def fill(self, blocks, keys, values, degree, positions):
-        plain(self, blocks, keys, values, degree.flip(0), positions)
+    def fill(self, blocks, state, row):
+        plain(self, blocks, replace(state, degree=state.degree.flip(1)), row)
 
     put(Pages, "fill", fill)
 

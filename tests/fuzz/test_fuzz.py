@@ -68,6 +68,7 @@ def search(subject, plant, monkeypatch):
         case = case_of(0, number, (subject,))
         found = fails_with(case, plant, monkeypatch)
         if found is not None and run(case).failure is None:
+            assert "raw error" not in found.signature, f"{plant.__name__} is broken: {found.message}"
             return case, found
     raise AssertionError(f"{plant.__name__} was not found in {CASES} cases")
 
