@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E40
 from transformers.masking_utils import flash_attention_mask  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
+from centroidkv import Budget  # noqa: E402
 from centroidkv.errors import BackendError  # noqa: E402
 from centroidkv.integrations.transformers import CentroidCache, enable  # noqa: E402
 from centroidkv.testing.tolerances import attention_bound  # noqa: E402
@@ -68,6 +69,22 @@ def test_a_kernel_without_bias_serves_padded_rows_and_several_tokens_at_once(fla
         more, hand = case.prompt(7, seed=1), case.hand()
         hand.feed(rows[0][0])
         case.same(case.forward(more, cache)[0], hand.feed(more[0]))
+
+
+@pytest.mark.skipif(RELEASE < (5, 24), reason="fixed capacity needs the keyword arguments of 5.24")
+def test_a_kernel_without_bias_serves_a_fixed_capacity(flash):
+    """A step's degrees mark the empty slots as well; they come by another way than a growing cache's."""
+    case = Case(FAMILIES["llama"])
+    ids, mask = torch.cat((case.prompt(40), case.prompt(40, seed=1))), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :9] = 0
+    texts = []
+    for attention in ("sdpa", flash):
+        with case.attending(attention):
+            cache = CentroidCache(case.compressor(Budget.tokens(12)), interval=8, capacity="fixed")
+            texts.append(case.generate(ids, cache, new=20, attention_mask=mask))
+            assert cache.stats().events > 1
+    assert torch.equal(texts[0].ids, texts[1].ids)
+    case.same(texts[1].logits, texts[0].logits)
 
 
 def test_undo_gives_the_kernel_back_and_the_cache_alone_is_refused(flash):

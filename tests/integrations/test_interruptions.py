@@ -8,13 +8,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from matrix_case import Case  # noqa: E402
-from matrix_models import FAMILIES, RELEASE  # noqa: E402
+from matrix_models import FAMILIES  # noqa: E402
 
-from centroidkv import Budget, Compressor  # noqa: E402
-from centroidkv.cache import FixedState, GrowingState  # noqa: E402
 from centroidkv.errors import BackendError, BudgetNotMetWarning, CacheError  # noqa: E402
-from centroidkv.integrations.transformers import CentroidCache, enable  # noqa: E402
-from centroidkv.preserve import Recent, Sinks  # noqa: E402
+from centroidkv.integrations.transformers import enable  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 
@@ -106,33 +103,6 @@ def test_waiting_for_crops_ends_with_the_crops():
         case.generate(torch.cat((ids, ids[:, :1]), -1), cache, new=12)
         assert not cache.is_croppable
     assert cache.stats().physical <= 0.25 * 60 + 2 * 4
-
-
-@pytest.mark.parametrize("capacity", ["growing", "fixed"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@torch.no_grad()
-def test_leaving_while_a_layer_takes_its_tokens_is_noticed_in_that_layer(attention, capacity, monkeypatch):
-    """The only layer, so nobody comes after it that could look; stock sdpa would be right or wrong by the mask."""
-    if capacity == "fixed" and RELEASE < (5, 24):
-        pytest.skip("fixed capacity needs the keyword arguments of 5.24")
-    case = Case(FAMILIES["llama"])
-    with case.attending(attention, with_enable=False):
-        handle = enable(case.model)
-        small = Compressor.builder().preserve(Sinks(1), Recent(4)).budget(Budget.tokens(12)).build()
-        cache = CentroidCache(small, interval=8, capacity=capacity)
-        ids, mask = case.prompt(40), torch.ones(1, 40, dtype=torch.long)
-        mask[0, 5:9] = 0
-        case.model(ids, attention_mask=mask, past_key_values=cache)
-        owner, name = (GrowingState, "append") if capacity == "growing" else (FixedState, "step")
-        plain = getattr(owner, name)
-
-        def leaves(self, *args, **kwargs):
-            handle.undo()
-            return plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(owner, name, leaves)
-        with pytest.raises(BackendError, match=r"would ignore the degrees.*reset\(\)"):
-            case.model(case.prompt(1), attention_mask=torch.cat((mask, mask[:, :1]), 1), past_key_values=cache)
 
 
 def test_cropping_a_window_by_more_than_it_kept_is_refused():

@@ -296,6 +296,25 @@ def test_an_exception_inside_gives_the_model_back_at_once(llama, prompt):
         read(model, cache, prompt(3), 120)
 
 
+def test_leaving_between_the_cache_and_the_attention_is_noticed_in_that_layer(llama, prompt, monkeypatch):
+    """The hooks of ``enable`` stay as long as a layer waits for the attention to sign."""
+    model = llama()
+    cache = pressed(model, CentroidPress(clustering()), prompt(120))
+    plain, last = PressedLayer.update, cache.layers[-1]
+
+    def update(self, *args, **kwargs):
+        attended = plain(self, *args, **kwargs)
+        if self is last:
+            self._loan.end()
+        return attended
+
+    monkeypatch.setattr(PressedLayer, "update", update)
+    with pytest.raises(BackendError, match="without the degrees it was handed"):
+        read(model, cache, prompt(3), 120)
+    assert attention_of(model) == "sdpa"
+    assert not model.model.layers[0].self_attn._forward_hooks
+
+
 def test_another_attention_chosen_meanwhile_is_refused_and_then_kept(llama, prompt):
     model = llama()
     cache = pressed(model, CentroidPress(clustering()), prompt(120))

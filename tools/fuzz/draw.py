@@ -154,7 +154,7 @@ def _happening(random: Random, feed: Callable[..., Operation], sizes: list[int],
     if kind == "interrupt":
         return [("interrupt", {**place, "error": random.choice(list(ERRORS))}), feed(1)]
     if kind == "leave":
-        place["where"] = random.choice(["attention", "append"])
+        place["where"] = random.choice(["attention", "append", "handed"])
         return [("leave", {**place, "alone": random.random() < 0.3})]
     if kind == "neighbour":
         place["where"] = random.choice(["attention", "append"])

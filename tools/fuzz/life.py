@@ -230,9 +230,12 @@ class Life(Cached):
                 for hook in hooks:
                     hook.remove()
             return
-        owners = [(Compressor, "__call__")] if where.startswith("comp") else [(GrowingState, "append")]
-        if where.startswith("app"):
-            owners.append((FixedState, "step"))
+        if where == "handed":  # from the cache, not yet to the attention
+            owners: list[tuple[type, str]] = [(CentroidCache, "update")]
+        elif where.startswith("comp"):
+            owners = [(Compressor, "__call__")]
+        else:
+            owners = [(GrowingState, "append"), (FixedState, "step")]
         with contextlib.ExitStack() as stack:
             for owner, name in owners:
                 stack.enter_context(_around(owner, name, reached, after=where.endswith("ed")))

@@ -10,8 +10,9 @@ from transformers.cache_utils import DynamicLayer
 
 from centroidkv.errors import BackendError, CacheError
 from centroidkv.integrations.kvpress.loan import Loan
-from centroidkv.integrations.transformers.attention import takes_tags
+from centroidkv.integrations.transformers.attention import attention_of, takes_handovers
 from centroidkv.integrations.transformers.caller import find_caller
+from centroidkv.integrations.transformers.checks import check_received, check_switch
 from centroidkv.integrations.transformers.handover import Handover
 from centroidkv.state import KVState
 
@@ -70,17 +71,28 @@ class PressedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and hand the degrees to the attention function that is called next."""
-        self._check_attention()
+        config = self._check_attention()
+        attention = attention_of(config)
         self.keys = torch.cat((self.keys, key_states), 2)
         self.values = torch.cat((self.values, value_states), 2)
         own = self.keys.new_ones(*self.keys.shape[:2], self.keys.shape[2] - self.degree.shape[2], dtype=torch.float32)
         keys, values = self.keys, self.values
         self._handed = Handover(keys, values, torch.cat((self.degree.to(own.device), own), 2))
+        check_switch(attention, config)
         return self._handed.attach(), values
 
-    def _check_attention(self) -> None:
+    def check_attended(self, module: str) -> None:
+        """Raise BackendError if attention module ``module``, which has just run, did not take what it was handed."""
+        handed, self._handed = self._handed, None
+        if handed is not None:
+            handed.close()
+        check_received(handed, module)
+
+    def _check_attention(self) -> Any:
+        """The model's configuration, if its attention takes degrees."""
+        check_received(self._handed)
         caller = find_caller()
-        if caller is None or not takes_tags(caller.module.config):
+        if caller is None or not takes_handovers(caller.module.config):
             seen = "unknown" if caller is None else repr(caller.module.config._attn_implementation)
             raise BackendError(
                 f"this cache holds merged tokens, and the attention of the model that reads it ({seen}) would ignore "
@@ -92,11 +104,7 @@ class PressedLayer(DynamicLayer):
                 "another press (AdaKV, DMS, KVzap, KVzip, ...) masks single keys of this layer, whose indices mean "
                 "nothing once the keys are merged; use CentroidPress without it"
             )
-        if self._handed is not None and not self._handed.received:
-            raise BackendError(
-                "the previous step attended without the degrees it was handed: the keys were changed between the "
-                "cache and the attention function. This model is not supported; please report it"
-            )
+        return caller.module.config
 
     def reset(self) -> None:
         raise CacheError("a pressed layer stands for one context; make a new cache for the next")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from centroidkv.integrations.transformers.attention import takes_tags
+from centroidkv.integrations.transformers.attention import takes_handovers
 from centroidkv.integrations.transformers.release import text_config
 from centroidkv.integrations.transformers.switch import Enabled, enable
 
@@ -38,7 +38,7 @@ class Loan:
         held = _LOANS.get(model)
         loan = None if held is None else held()
         if loan is not None and loan.open:
-            if takes_tags(text_config(model.config)):
+            if takes_handovers(text_config(model.config)):
                 return loan, False
             loan.end()  # someone chose another attention meanwhile, which is what will be given back
         loan = cls(enable(model))

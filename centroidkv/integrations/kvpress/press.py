@@ -22,7 +22,7 @@ from centroidkv.errors import BackendError, BudgetError, CacheError, StageError
 from centroidkv.integrations.kvpress.layer import PressedLayer
 from centroidkv.integrations.kvpress.loan import Loan
 from centroidkv.integrations.rope import rotary_of
-from centroidkv.integrations.transformers.attention import takes_tags
+from centroidkv.integrations.transformers.attention import takes_handovers
 from centroidkv.integrations.transformers.masks import real_columns
 from centroidkv.queries import QUERIES, evenly, sample_queries
 from centroidkv.records import Budget
@@ -217,7 +217,7 @@ class CentroidPress(BasePress):
                 "the batch is padded, and kvpress's caches have no place for the mask once slots are not tokens; "
                 "press one sequence at a time, or use CentroidCache, which takes padded batches"
             )
-        if self._merges and not takes_tags(module.config):
+        if self._merges and not takes_handovers(module.config):
             raise BackendError(
                 f"attention {module.config._attn_implementation!r} would ignore the degrees of merged tokens. Inside "
                 "another press, or after choosing another attention, wrap the whole in `with enable(model):` from "

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from centroidkv.attention import degree_attention
 from centroidkv.attention.channels import with_degree_channels
 from centroidkv.errors import BackendError
-from centroidkv.integrations.transformers.handover import Handover, check_own_bias, received_from
+from centroidkv.integrations.transformers.handover import KEYWORD, Handover, check_own_bias, received_from
 from centroidkv.integrations.transformers.masks import as_additive
 
 PREFIX = "centroidkv_"
@@ -49,8 +49,7 @@ def wrap(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         stock = functools.partial(_stock(name, module), dropout=dropout)
-        if (fixed := kwargs.pop(FIXED_DEGREE, None)) is not None:
-            check_own_bias(type(module).__name__, kwargs)
+        if (fixed := _fixed_degree(module, key, value, kwargs)) is not None:
             # One new token, at any slot: every slot answers to its degree alone, and the mask's columns mean nothing.
             if name == "sdpa" and not dropout and kwargs.get("softcap") is None:
                 out = degree_attention(query, key, value, fixed, scale=kwargs.get("scaling"))
@@ -125,16 +124,16 @@ def wrap_flash(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         stock = functools.partial(_stock(name, module), dropout=dropout)
-        handed = received_from(key, kwargs)
-        if handed is None:
-            return stock(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        handed.accept(module, key, value, attention_mask, kwargs)
-        if handed.degree is None:
-            return stock(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        mask = _as_four_axes(attention_mask)
-        handed.step_of(query.shape[2], mask).old_slots(mask, key.shape[2], bool_per_slot=False)  # refuses, adds nothing
+        if (degree := _fixed_degree(module, key, value, kwargs)) is None:
+            handed = received_from(key, kwargs)
+            if handed is not None:
+                handed.accept(module, key, value, attention_mask, kwargs)
+            if handed is None or handed.degree is None:
+                return stock(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            mask, degree = _as_four_axes(attention_mask), handed.degree_for(key)
+            handed.step_of(query.shape[2], mask).old_slots(mask, key.shape[2], bool_per_slot=False)  # refuses, no more
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        wide_query, wide_key = with_degree_channels(query, key, handed.degree_for(key), scaling, multiple=8)
+        wide_query, wide_key = with_degree_channels(query, key, degree, scaling, multiple=8)
         # These kernels want one size for queries, keys and values.
         wide_value = torch.nn.functional.pad(value, (0, wide_key.shape[-1] - value.shape[-1]))
         out, weights = stock(module, wide_query, wide_key, wide_value, None, scaling=scaling, **kwargs)
@@ -163,6 +162,17 @@ def check_flash(name: str, config: Any) -> None:
         )
 
 
+def _fixed_degree(module: torch.nn.Module, keys: Tensor, values: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """The degrees of a fixed-capacity cache's step, which are taken out of ``kwargs``, if it is one. Traceable."""
+    if (degree := kwargs.pop(FIXED_DEGREE, None)) is None:
+        return None
+    if (handed := kwargs.pop(KEYWORD, None)) is None:  # a compiled step: objects are no part of a graph
+        check_own_bias(type(module).__name__, kwargs)
+        return degree
+    handed.accept(module, keys, values, None, kwargs)
+    return handed.degree_for(keys)
+
+
 def _as_four_axes(mask: Tensor | None) -> Tensor | None:
     """Flash attention's padding mask ``[B, S]``, 1 for tokens, as a bool mask ``[B, 1, 1, S]``."""
     return None if mask is None else (mask != 0)[:, None, None]
@@ -182,6 +192,16 @@ def _stock(name: str, module: torch.nn.Module) -> Callable[..., Any]:
     )
 
 
-def takes_tags(config: Any) -> bool:
-    """Whether the model attends through our function."""
-    return str(config._attn_implementation).startswith(PREFIX)
+def is_ours(attention: str) -> bool:
+    """Whether an attention of this name is our function around another, which takes handovers."""
+    return attention.startswith(PREFIX)
+
+
+def takes_handovers(config: Any) -> bool:
+    """Whether the model attends through our function now."""
+    return is_ours(attention_of(config))
+
+
+def attention_of(config: Any) -> str:
+    """The name of the attention that a model has now; another thread may give it another at any time."""
+    return str(config._attn_implementation)

@@ -17,8 +17,9 @@ from centroidkv.compressor import Compressor
 from centroidkv.errors import CentroidKVError
 from centroidkv.integrations.rope import rotary_of
 from centroidkv.integrations.transformers import checks, saving
-from centroidkv.integrations.transformers.caller import find_caller, find_queries
-from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_route, check_step
+from centroidkv.integrations.transformers.attention import is_ours
+from centroidkv.integrations.transformers.caller import find_queries
+from centroidkv.integrations.transformers.fixed_layer import FixedLayer, check_route, step
 from centroidkv.integrations.transformers.forward_pass import ForwardPass
 from centroidkv.integrations.transformers.heads import check_heads
 from centroidkv.integrations.transformers.layer import CentroidLayer
@@ -122,9 +123,7 @@ class CentroidCache(RefusesStates, Cache):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if layer is None or not layer.ready_for(key_states):
             return self._append(key_states, value_states, layer_idx, *args, **kwargs)
-        if not torch.compiler.is_compiling() and self._leads(layer_idx):
-            check_step(find_caller(outward=True), layer, self._pass.columns, self._pass.by_handover)
-        return layer.step(key_states, value_states, shared_kwargs(kwargs), self._pass.config, self._pass.padded)
+        return step(self.layers, layer_idx, key_states, value_states, shared_kwargs(kwargs), self._pass)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
         """(slots that the coming step attends to, offset); with a fixed capacity also the moment to cluster.
@@ -137,6 +136,7 @@ class CentroidCache(RefusesStates, Cache):
 
     @torch.compiler.disable
     def _announce(self, new: Any) -> None:
+        self._pass.check_finished(self._compressed)
         for layer in self.layers:
             layer.growing.begin(tokens_asked(new))
         checks.check_level({layer.growing.known_logical for layer in self.layers})
@@ -160,21 +160,21 @@ class CentroidCache(RefusesStates, Cache):
             checks.check_in_step(self.layers, 0, key_states.shape[2])
         checks.check_layer(layer_idx, len(self.layers))
         layer, shared, now = self.layers[layer_idx], shared_kwargs(kwargs), self._pass
-        ours = now.by_handover
-        if not ours and self._compressed:  # the list of layers is made only where it is needed
-            checks.check_stock(now.config, shared)  # in sliding windows as well, which may come first
+        attention = now.attention
+        if not is_ours(attention) and self._compressed:  # the list of layers is made only where it is needed
+            checks.check_stock(attention, shared)  # in sliding windows as well, which may come first
         if not isinstance(layer, CentroidLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        now.check_layer(layer.growing, ours)
+        now.check_layer(layer.growing, attention)
         check_heads(self.compressor, key_states.shape[1], now.config)
         if self.capacity == "fixed":
-            check_route(now.config, shared, now.padded)
+            check_route(attention, shared, now.padded)
         real = None if now.step.real is None else now.step.real.to(key_states.device)
         queries = find_queries(layer_idx) if self.compressor.needs_queries else None
         keys, values, degree = layer.growing.append(key_states, value_states, real, queries, now.clustered)
         if self.storage is not None:
             self._after(layer_idx).growing.fetch()
-        return now.hand_over(keys, values, degree, shared, ours)
+        return now.hand_over(keys, values, degree, shared, attention)
 
     def check_attended(self, module: str) -> None:
         """Raise BackendError if attention module ``module``, which has just run, did not take its degrees."""

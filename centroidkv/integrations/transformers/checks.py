@@ -11,6 +11,7 @@ from torch import Tensor
 from centroidkv.cache import Storage
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError, CacheError, CentroidKVError, StageError
+from centroidkv.integrations.transformers.attention import attention_of, is_ours
 from centroidkv.integrations.transformers.caller import Caller
 from centroidkv.integrations.transformers.flow import REGROUPS, feeds_a_cache, why_not_straight
 from centroidkv.integrations.transformers.handover import LOST, POOLED, Handover, Step
@@ -68,22 +69,26 @@ def _tokens(layer: Any) -> int:
     return layer.growing.logical if hasattr(layer, "growing") else layer.get_seq_length()
 
 
-def left_meanwhile(config: Any) -> BackendError:
-    """The error for a model whose last user of ``enable`` left while a layer took its tokens."""
-    return BackendError(
-        "the last user of enable(model) left it while a layer took its tokens, and attention "
-        f"{config._attn_implementation!r} would ignore the degrees, or apply a mask that is not by slot. Leave it "
-        "after the forward pass; reset() the cache and process the prompt again"
-    )
+def check_switch(before: str, config: Any) -> None:
+    """Refuse a model that was given another attention than ``before`` while a layer took its tokens.
+
+    Our function around ``before`` is none: it does what ``before`` does with degrees it was not handed.
+    """
+    now = attention_of(config)
+    if now != before and (is_ours(before) or not is_ours(now)):
+        raise BackendError(
+            f"the model's attention was switched from {before!r} to {now!r} while a layer took its tokens (the last "
+            "user of enable(model) left, or another thread chose it), and would ignore the degrees, or apply a mask "
+            "that is not by slot. Switch after the forward pass; reset() the cache and process the prompt again"
+        )
 
 
-def check_stock(config: Any, shared: dict[str, Any] | None) -> dict[str, Any]:
-    """Refuse attention that would ignore the degrees, before the first token.
+def check_stock(name: str, shared: dict[str, Any] | None) -> dict[str, Any]:
+    """Refuse attention ``name`` if it would ignore the degrees, before the first token.
 
     Returns:
         ``shared``, which is what the degrees can be put into.
     """
-    name = config._attn_implementation
     if shared is not None and STOCK_TAKES_BIAS and name in STOCK_BIAS_BACKENDS:
         return shared
     reason = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor
 from centroidkv.cache import FixedState
 from centroidkv.cache.columns import Columns
 from centroidkv.errors import BackendError, CacheError
-from centroidkv.integrations.transformers.attention import FIXED_DEGREE, takes_tags
-from centroidkv.integrations.transformers.caller import Caller
-from centroidkv.integrations.transformers.checks import check_padding_mask, left_meanwhile
+from centroidkv.integrations.transformers.attention import is_ours
+from centroidkv.integrations.transformers.caller import Caller, find_caller
+from centroidkv.integrations.transformers.checks import check_padding_mask
+from centroidkv.integrations.transformers.forward_pass import ForwardPass
 from centroidkv.integrations.transformers.handover import LOST
 from centroidkv.integrations.transformers.layer import CentroidLayer
 from centroidkv.integrations.transformers.masks import as_additive, is_made_from_padding
-from centroidkv.integrations.transformers.release import STOCK_TAKES_BIAS, query_groups, query_length
+from centroidkv.integrations.transformers.release import STOCK_TAKES_BIAS, query_length
 
 ONE_TOKEN = (
     "with capacity='fixed' a step of one token is real in every row and sees all old tokens but their padding. Pass "
@@ -37,20 +39,6 @@ class FixedLayer(CentroidLayer):
         """Whether this is a decoding step: one token, and there are buffers to write it to."""
         return keys.shape[2] == 1 and self.growing.slots is not None
 
-    def step(
-        self, keys: Tensor, values: Tensor, shared: dict[str, Any] | None, config: Any, padded: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Append one token; its degrees go into ``shared``, the attention's keyword arguments. Traceable."""
-        if not torch.compiler.is_compiling():
-            self.growing.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs
-        ours = takes_tags(config)
-        shared = check_route(config, shared, padded)
-        held, held_values, degree = self.growing.step(keys, values)
-        if ours != takes_tags(config):
-            raise left_meanwhile(config)
-        _hand_over(degree, shared, config, keys.dtype, ours)
-        return held, held_values
-
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
         """(C, 0) for decoding steps, whatever the number of tokens; as in a growing layer for longer pieces.
 
@@ -66,6 +54,44 @@ class FixedLayer(CentroidLayer):
         of a compiled step. A copy, because the next step counts on in place.
         """
         return self.growing.logical if self.growing.slots is None else self.growing.slots.tokens.clone()
+
+
+def step(
+    layers: Sequence[FixedLayer], index: int, keys: Tensor, values: Tensor, shared: dict[str, Any] | None,
+    now: ForwardPass,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Layer ``index`` of ``layers`` takes one token; its degrees go into ``shared``, the attention's keyword arguments.
+
+    Traceable. What is looked at in Python only, such as masks, is looked at where there is no graph.
+    """
+    layer, eager = layers[index].growing, not torch.compiler.is_compiling()
+    attention = now.attention
+    shared = check_route(attention, shared, now.padded)
+    if eager:
+        if index == 0:
+            now.check_finished([layer.growing for layer in layers])
+            check_step(find_caller(outward=True), layers[0], now.columns, is_ours(attention))
+            now.unfinished = True
+        now.check_received()
+        layer.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs
+    held, held_values, degree = layer.step(keys, values)
+    if eager:
+        now.unfinished = now.unfinished and index < len(layers) - 1
+    else:
+        check_level_on_device(layer, layers[0].growing)
+    now.hand_over_step(held, held_values, degree, shared, attention)
+    return held, held_values
+
+
+def check_level_on_device(layer: FixedState, first: FixedState) -> None:
+    """Stop a compiled step whose layers stand at different tokens, as after a step that stopped between two of them."""
+    assert layer.slots is not None  # or it would be no step
+    assert first.slots is not None
+    torch._assert_async(
+        layer.slots.tokens == first.slots.tokens,
+        "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; reset() the "
+        "cache and process the prompt again",
+    )
 
 
 def check_step(caller: Caller | None, layer: FixedLayer, columns: Columns, ours: bool) -> None:
@@ -96,37 +122,25 @@ def check_step(caller: Caller | None, layer: FixedLayer, columns: Columns, ours:
         )
 
 
-def check_route(config: Any, shared: dict[str, Any] | None, padded: bool) -> dict[str, Any]:
-    """``shared``, if the model can be handed the degrees of a fixed-capacity cache through it in a compiled step.
+def check_route(name: str, shared: dict[str, Any] | None, padded: bool) -> dict[str, Any]:
+    """``shared``, if attention ``name`` can be handed a fixed-capacity cache's degrees through it in a compiled step.
 
     Raises:
         BackendError: says what would work.
     """
-    name = config._attn_implementation
     if shared is None:
         raise BackendError(
             "capacity='fixed' hands the degrees over in the keyword arguments of the attention module, which this "
             "transformers release (before 5.24) or model does not pass to the cache; use capacity='growing'"
         )
-    if takes_tags(config):
+    if is_ours(name):
         return shared
     use_ours = "call enable(model) from centroidkv.integrations.transformers around generate"
     if name != "sdpa" or not STOCK_TAKES_BIAS:
-        raise BackendError(f"capacity='fixed' with attention {name!r}: {use_ours} (for 'sdpa' and 'eager')")
+        raise BackendError(f"capacity='fixed' with attention {name!r}: {use_ours} (for 'sdpa', 'eager', flash)")
     if padded:
         raise BackendError(
             "the batch is padded, and stock attention would apply the padding mask, whose columns are tokens, to the "
             f"slots of the cache; {use_ours}, which masks by slot"
         )
     return shared
-
-
-def _hand_over(degree: Tensor, shared: dict[str, Any], config: Any, dtype: Any, ours: bool) -> None:
-    """Put ``degree [B, H, C]`` where the attention of this step, which is ``ours`` or stock, finds it. Traceable."""
-    if ours:
-        shared[FIXED_DEGREE] = degree
-        return
-    groups = query_groups(config)
-    bias = degree.log().to(dtype).repeat_interleave(groups, dim=1)[:, :, None, :]
-    own = shared.get("position_bias")
-    shared["position_bias"] = bias if own is None else bias + own

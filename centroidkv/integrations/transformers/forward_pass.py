@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from centroidkv.cache import LayerState
@@ -12,7 +13,13 @@ from centroidkv.cache.columns import Columns
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError
 from centroidkv.integrations.transformers import checks
-from centroidkv.integrations.transformers.attention import log_degree_bias, takes_tags
+from centroidkv.integrations.transformers.attention import (
+    FIXED_DEGREE,
+    attention_of,
+    is_ours,
+    log_degree_bias,
+    takes_handovers,
+)
 from centroidkv.integrations.transformers.caller import Caller, find_caller
 from centroidkv.integrations.transformers.handover import KEYWORD, Handover, Step, weakly
 from centroidkv.integrations.transformers.masks import real_columns
@@ -35,6 +42,8 @@ class ForwardPass:
         self.step = Step(0, 0, self.columns)
         self.clustered = False
         """Whether any layer was clustered before this pass: then all of them attend with degrees."""
+        self.unfinished = False
+        """Whether a step of fixed-capacity layers began, uncompiled, and was not seen to reach the last layer."""
         self._one_decision = compressor.one_decision
         self._compressor, self._grows = compressor, grows
         self._sizes: set[int] = set()
@@ -43,9 +52,9 @@ class ForwardPass:
         self._pending: Handover | None = None
 
     @property
-    def by_handover(self) -> bool:
-        """Whether the model attends through our function, which takes handovers."""
-        return takes_tags(self.config)
+    def attention(self) -> str:
+        """What the model attends with now. Another thread may switch it at any time, so a layer asks once, at first."""
+        return attention_of(self.config)
 
     @property
     def padded(self) -> bool:
@@ -84,14 +93,24 @@ class ForwardPass:
         step = Step(new, start + new, columns, real, caller is None or caller.mask_seen, self._mask)
         if self.clustered and caller is not None:
             checks.check_padding_mask(caller.padding_mask, self.columns.between(0, start), start)
-        if self.clustered and self.by_handover and isinstance(mask, Tensor) and mask.ndim == 4:
+        if self.clustered and takes_handovers(self.config) and isinstance(mask, Tensor) and mask.ndim == 4:
             step.old_slots(mask, layers[0].physical + new)
         self.step, self.columns = step, columns
 
-    def check_layer(self, layer: LayerState, ours: bool) -> None:
-        """Refuse attention that would not get, or not use, what this layer is about to hand over; ``ours`` takes it."""
+    def check_finished(self, layers: Sequence[LayerState]) -> None:
+        """Refuse to go on where an earlier step stopped between two layers; a GPU is waited for only if one did."""
+        if self.unfinished:
+            checks.check_level({layer.logical for layer in layers})
+            self.unfinished = False
+
+    def check_received(self) -> None:
+        """Refuse to go on where the attention did not take what was handed over last."""
         checks.check_received(self._pending)
-        if ours:
+
+    def check_layer(self, layer: LayerState, attention: str) -> None:
+        """Refuse an ``attention`` that would not get, or not use, what this layer is about to hand over."""
+        self.check_received()
+        if is_ours(attention):
             return
         if layer.like is None:
             caller = find_caller()
@@ -104,36 +123,58 @@ class ForwardPass:
             checks.check_stock_mask(self._mask(), layer.physical, self.step)
 
     def hand_over(
-        self, keys: Tensor, values: Tensor, degree: Tensor | None, shared: dict[str, Any] | None, ours: bool
+        self, keys: Tensor, values: Tensor, degree: Tensor | None, shared: dict[str, Any] | None, attention: str
     ) -> tuple[Tensor, Tensor]:
         """Send keys, values and degrees on their way; returns the keys and values for the model.
 
-        ``shared``: the keyword arguments that the attention module shares with the cache, if it does; ``ours``: whether
-        our function attended when the layer was checked.
+        ``shared``: the keyword arguments that the attention module shares with the cache, if it does; ``attention``:
+        what the model attended with when the layer was checked.
         """
-        if self.by_handover:
-            self._pending = Handover(keys, values, degree, self.step, self._one_decision)
+        if is_ours(attention):
+            handover = self._pending = Handover(keys, values, degree, self.step, self._one_decision)
+            checks.check_switch(attention, self.config)  # while the handover is open: whoever leaves now sees it
             if shared is None:
-                return self._pending.attach(), values
-            shared[KEYWORD] = self._pending
+                return handover.attach(), values
+            shared[KEYWORD] = handover
         elif degree is not None:
-            if ours:
-                raise checks.left_meanwhile(self.config)
-            shared = checks.check_stock(self.config, shared)
+            checks.check_switch(attention, self.config)
+            shared = checks.check_stock(attention, shared)
             if self._regroups:
                 checks.check_one_decision(degree)
             bias = log_degree_bias(degree, query_groups(self.config), new=self.step.new).to(keys.dtype)
-            bias = bias.expand(-1, -1, self.step.new, -1)
-            own = shared.get("position_bias")
-            shared["position_bias"] = bias if own is None else bias + own
+            _add_bias(shared, bias.expand(-1, -1, self.step.new, -1))
         return keys, values
+
+    def hand_over_step(
+        self, keys: Tensor, values: Tensor, degree: Tensor, shared: dict[str, Any], attention: str
+    ) -> None:
+        """As :meth:`hand_over`, for a step of a fixed-capacity layer. Traceable: a compiled step hands on tensors only.
+
+        ``degree [B, H, C]`` is 0 for empty slots, so that it masks as well.
+        """
+        if is_ours(attention):
+            shared[FIXED_DEGREE] = degree
+            if not torch.compiler.is_compiling():
+                shared[KEYWORD] = self._pending = Handover(keys, values, degree, None, self._one_decision)
+        else:
+            bias = degree.log().to(keys.dtype).repeat_interleave(query_groups(self.config), dim=1)
+            _add_bias(shared, bias[:, :, None])
+        checks.check_switch(attention, self.config)
 
     def check_attended(self, module: str) -> None:
         """Raise BackendError if attention module ``module``, which has just run, did not take what it was handed."""
         pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.close()
         checks.check_received(pending, module)
 
     def rows(self, chosen: Callable[[int], Tensor]) -> None:
         """Rows were kept, repeated or permuted: ``chosen`` gives their numbers for the count of rows there were."""
         if self.columns.padding is not None:
             self.columns = self.columns.rows(chosen(self.columns.padding.shape[0]))
+
+
+def _add_bias(shared: dict[str, Any], bias: Tensor) -> None:
+    """Let stock attention add ``bias [B, Hq, L, T]``, and what it was to add anyway."""
+    own = shared.get("position_bias")
+    shared["position_bias"] = bias if own is None else bias + own

@@ -29,6 +29,15 @@ POOLED = "one decision for all heads (similarity Cosine(heads='mean'), and prese
 LOST = "If some layers have seen this step's tokens by now, reset() the cache first"
 
 
+_open: weakref.WeakSet[Handover] = weakref.WeakSet()
+"""Those that no attention function has signed for yet, of all models and threads."""
+
+
+def any_open() -> bool:
+    """Whether a handover is on its way somewhere, or was lost with a forward pass that stopped."""
+    return bool(_open)
+
+
 def weakly(thing: Any) -> Callable[[], Any]:
     """Gives ``thing`` as long as someone else keeps it: masks of long prompts are not to outlive their pass."""
     return (lambda: None) if thing is None else weakref.ref(thing)
@@ -130,6 +139,7 @@ class Handover:
         self.received = False
         self._given = (weakref.ref(keys), weakref.ref(values))
         self._kept: tuple[Tensor, ...] = (keys, values)
+        _open.add(self)
 
     def attach(self) -> Tensor:
         """The keys with this handover on them."""
@@ -162,8 +172,13 @@ class Handover:
                 f"attention_mask; use sequences without padding. {LOST}"
             )
         self.received = True
+        self.close()
         if straight:
             self._kept = ()
+
+    def close(self) -> None:
+        """It is on its way no longer: signed for, or refused."""
+        _open.discard(self)
 
     def _regrouped(self, keys: Tensor, values: Tensor, old_keys: Tensor | None, old_values: Tensor | None) -> bool:
         """Whether heads were repeated or reordered at most, and all of them hold the same clusters."""

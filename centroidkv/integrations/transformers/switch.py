@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from centroidkv.errors import BackendError
 from centroidkv.integrations.transformers.attention import PREFIX, WRAPPED, check_flash, is_flash, wrap, wrap_flash
 from centroidkv.integrations.transformers.flow import attends_by_interface, feeds_a_cache
+from centroidkv.integrations.transformers.handover import any_open
 from centroidkv.integrations.transformers.layout import lay_out
 from centroidkv.integrations.transformers.masks import made_from_padding
 from centroidkv.integrations.transformers.release import STOCK_BIAS_BACKENDS, STOCK_TAKES_BIAS, text_config
@@ -43,6 +44,8 @@ class _Switched:
 
 _switched: dict[int, _Switched] = {}
 """By the id of the configuration: the models that are switched now. A model has one attention for all threads."""
+_left: list[_Switched] = []
+"""Models that were given back while a handover was on its way: their hooks stay until it is signed for or refused."""
 _lock = threading.RLock()
 
 
@@ -67,10 +70,11 @@ class Enabled:
                 return
             if _switched.get(id(mine.config)) is mine:
                 del _switched[id(mine.config)]
-            for hook in mine.hooks:
-                hook.remove()
             if mine.config._attn_implementation == mine.ours:
                 self._model.set_attn_implementation(mine.before)
+            # In this order. A layer opens its handover, then looks at the attention: one of the two sees the other.
+            _left.append(mine)
+            _remove_hooks()
 
     def __enter__(self) -> Enabled:
         return self
@@ -180,15 +184,32 @@ def _mask_function(name: str, flash: bool) -> Any:
     return make if flash else made_from_padding(make)  # flash's is a slice of the caller's own
 
 
-def _look_after(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def _remove_hooks() -> None:
+    """Take the hooks off the models that were given back, unless they are still needed."""
+    with _lock:
+        while _left and not any_open():
+            for hook in _left.pop().hooks:
+                hook.remove()
+
+
+def _look_after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """After an attention module: refuse what it computed if it did not take what the cache handed over."""
     if torch.compiler.is_compiling():
         return
-    for name in CACHE_NAMES:
-        cache = kwargs.get(name)
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        check = getattr(cache, "check_attended", None)
-        if check is not None:
-            check(type(module).__name__)
-            return
+    try:
+        _check_attended(module, kwargs)
+    finally:
+        if _left:
+            _remove_hooks()
+
+
+def _check_attended(module: Any, kwargs: dict[str, Any]) -> None:
+    cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    check = getattr(cache, "check_attended", None)
+    if check is None:  # a stock cache, perhaps with layers of ours (kvpress)
+        layers, index = getattr(cache, "layers", []), module.layer_idx
+        check = getattr(layers[index], "check_attended", None) if index in range(len(layers)) else None
+    if check is not None:
+        check(type(module).__name__)
