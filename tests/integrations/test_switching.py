@@ -103,6 +103,23 @@ def test_hooks_go_with_the_last_user_also_while_another_model_computes(monkeypat
     assert not hooks(two.model)
 
 
+def test_hooks_do_not_pile_up_while_the_handover_of_a_stopped_pass_is_kept(monkeypatch):
+    case = Case(FAMILIES["llama"])
+    with case.attending("sdpa"):
+        once_on = hooks(case.model)
+        cache = filled(case, "growing")
+        once(monkeypatch, CentroidCache, "update", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            case.forward(case.prompt(1), cache)
+    for _ in range(3):
+        with enable(case.model):
+            assert hooks(case.model) == once_on
+    cache.reset()
+    with enable(case.model):
+        pass
+    assert not hooks(case.model)
+
+
 @needs_shared
 @pytest.mark.parametrize("capacity", ["growing", "fixed"])
 def test_choosing_a_deaf_attention_while_the_only_layer_takes_its_tokens_says_reset(capacity, monkeypatch):

@@ -41,6 +41,11 @@ class _Switched:
     users: int = 0
     hooks: list[Any] = field(default_factory=list)
 
+    def remove_hooks(self) -> None:
+        """Take them off the modules."""
+        for hook in self.hooks:
+            hook.remove()
+
 
 _switched: dict[int, _Switched] = {}
 """By the id of the configuration: the models that are switched now. A model has one attention for all threads."""
@@ -142,6 +147,9 @@ def enable(model: Any) -> Enabled:
             if hasattr(module, "layer_idx") and hasattr(module, "config")
         ]
         _switched[id(config)] = switched
+        for stayed in [one for one in _left if one.config is config]:  # the new hooks do what theirs would
+            _left.remove(stayed)
+            stayed.remove_hooks()
         return Enabled(model, switched)
 
 
@@ -188,8 +196,7 @@ def _remove_hooks() -> None:
     """Take the hooks off the models that were given back, unless they are still needed."""
     with _lock:
         while _left and not any_open():
-            for hook in _left.pop().hooks:
-                hook.remove()
+            _left.pop().remove_hooks()
 
 
 def _look_after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
