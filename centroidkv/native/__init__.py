@@ -17,10 +17,9 @@ from torch import Tensor
 
 from centroidkv.errors import BackendError
 from centroidkv.native.build import FLAGS, SOURCE, compiler, load
-from centroidkv.native.kept import user_cache
 
 __all__ = [
-    "FLAGS", "SOURCE", "TYPES", "Attention", "Rounds", "address", "carried_out", "compiler", "library", "user_cache",
+    "FLAGS", "SOURCE", "TYPES", "Attention", "Rounds", "address", "carried_out", "compiler", "library",
     "why_not_native", "why_not_these",
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from centroidkv.errors import BackendError
-from centroidkv.native import kept
+from centroidkv.kept import making, private_folder, put_in_place, require_ours, to_disk, user_cache
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
@@ -96,10 +96,10 @@ def load() -> ctypes.CDLL:
     flags = [*FLAGS, *shlex.split(os.environ.get(MORE_FLAGS, ""))]
     facts = "\0".join((SOURCE.read_text(encoding="utf-8"), *flags, *command, _machine(command)))
     stem = f"kernels-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
-    folder = kept.private_folder("native")
+    folder = private_folder("native")
     found = _find(folder, stem)
     if found is None:
-        with kept.making(folder, stem) as scratch:
+        with making(folder, stem) as scratch:
             # Another process may have been faster.
             found = _find(folder, stem) or _compile([*command, *flags], folder, stem, scratch)
     return _open(*found)
@@ -113,7 +113,7 @@ def _find(folder: Path, stem: str) -> tuple[Path, bytes] | None:
     """
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:
-            kept.require_ours(path, kept.user_cache())
+            require_ours(path, user_cache())
             with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise BackendError(f"{path} is not a file; delete it")
@@ -137,9 +137,9 @@ def _compile(command: Sequence[str], folder: Path, stem: str, scratch: Path) -> 
         raise BackendError(f"{command[0]} could not compile it: {said.strip()[-500:]}")
     part.chmod(0o700)
     data = part.read_bytes()
-    kept.to_disk(part)
+    to_disk(part)
     path = folder / _name(stem, data)
-    kept.put_in_place(part, path)
+    put_in_place(part, path)
     return path, data
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import centroidkv.kept as kept
 from centroidkv.errors import BackendError
 from centroidkv.integrations.transformers import load_named, models
-from centroidkv.native import kept
 
 
 @pytest.fixture

