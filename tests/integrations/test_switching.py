@@ -148,6 +148,18 @@ def test_entering_while_a_layer_takes_its_tokens_changes_nothing(capacity, monke
 
 
 @needs_shared
+def test_leaving_between_two_layers_of_a_fixed_step_says_that_a_reset_is_due():
+    case = Case(FAMILIES["llama"])
+    case.model.set_attn_implementation("eager")
+    handle = enable(case.model)
+    cache = filled(case, "fixed")
+    hook = case.model.model.layers[1].register_forward_pre_hook(lambda *_: handle.undo())
+    with pytest.raises(BackendError, match=r"'eager': call enable.*reset\(\)"):
+        case.forward(case.prompt(1), cache)
+    hook.remove()
+
+
+@needs_shared
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_fixed_step_that_stopped_between_two_layers_is_noticed_by_the_next(compiled):
     """Also where every layer is a graph of its own, which no Python between them looks at."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from centroidkv.cache import FixedState
 from centroidkv.cache.columns import Columns
-from centroidkv.errors import BackendError, CacheError
+from centroidkv.errors import BackendError, CacheError, CentroidKVError
 from centroidkv.integrations.transformers.attention import is_ours
 from centroidkv.integrations.transformers.caller import Caller, find_caller
-from centroidkv.integrations.transformers.checks import check_padding_mask
+from centroidkv.integrations.transformers.checks import check_padding_mask, say_if_torn
 from centroidkv.integrations.transformers.forward_pass import ForwardPass
 from centroidkv.integrations.transformers.handover import LOST
 from centroidkv.integrations.transformers.layer import CentroidLayer
@@ -64,7 +64,20 @@ def step(
 
     Traceable. What is looked at in Python only, such as masks, is looked at where there is no graph.
     """
-    layer, eager = layers[index].growing, not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():
+        return _step(layers, index, keys, values, shared, now, eager=False)
+    try:
+        return _step(layers, index, keys, values, shared, now, eager=True)
+    except CentroidKVError as error:
+        say_if_torn(error, layers)
+        raise
+
+
+def _step(
+    layers: Sequence[FixedLayer], index: int, keys: Tensor, values: Tensor, shared: dict[str, Any] | None,
+    now: ForwardPass, eager: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    layer = layers[index].growing
     attention = now.attention
     shared = check_route(attention, shared, now.padded)
     if eager:
