@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import pad
 
 from centroidkv import Budget, Compressor, presets
-from centroidkv.attention import degree_attention
 from centroidkv.errors import BackendError, CacheError, RotaryError, StageError
 from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.integrations.transformers.layer import CentroidLayer
@@ -19,6 +18,8 @@ from centroidkv.preserve import Recent, Sinks
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 
 import transformers  # noqa: E402
+from matrix_by_hand import ByHand  # noqa: E402
+from matrix_models import Family  # noqa: E402
 
 CACHE_ALONE = STOCK_TAKES_BIAS and tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 
@@ -33,46 +34,19 @@ def generate(model, ids, cache=None, new=60, **options):
     return out[:, ids.shape[1] :]
 
 
-def explicit(model, ids, make, new):
-    """Greedy decoding that states positions and attention itself: the definition the integration must equal.
-
-    Runs the model layer by layer with our reference attention over one GrowingState per layer, giving every token its
-    own position id; no transformers cache, mask or attention function is involved.
-    """
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    inner, config = model.model, model.config
-    layers = [make() for _ in inner.layers]
-    out, position, token = [], 0, ids
+def by_hand(model, ids, small, interval, new):
+    """Greedy text of a decoder that has no cache, mask or attention function of transformers (matrix_by_hand.py)."""
+    hand = ByHand(model, Family("Llama", kinds=("full",) * len(model.model.layers)), small, interval)
+    token, out = ids[0], []
     for _ in range(new):
-        positions = torch.arange(position, position + token.shape[1])[None]
-        hidden = inner.embed_tokens(token)
-        cos, sin = inner.rotary_emb(hidden, positions)
-        for block, state in zip(inner.layers, layers, strict=True):
-            x = block.input_layernorm(hidden)
-            attention = block.self_attn
-            q, k, v = (
-                proj(x).view(*x.shape[:2], -1, attention.head_dim).transpose(1, 2)
-                for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            q, k = apply_rotary_pos_emb(q, k, cos, sin)
-            keys, values, degree = state.append(k, v)
-            degree = torch.ones(keys.shape[:3]) if degree is None else degree
-            mixed = degree_attention(q, keys, values, degree, backend="reference")
-            hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
-            hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
-        token = model.lm_head(inner.norm(hidden))[:, -1:].argmax(-1)
-        position = int(positions[0, -1]) + 1
+        token = hand.feed(token)[-1:].argmax(-1)
         out.append(token)
-    assert config.num_hidden_layers == len(layers)
-    return torch.cat(out, -1)
+    return torch.cat(out)[None]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
-def test_600_tokens_equal_an_explicit_run_and_stay_within_budget_plus_interval(llama, prompt, attention):
-    from centroidkv.cache import GrowingState
-
+def test_600_tokens_equal_the_run_by_hand_and_stay_within_budget_plus_interval(llama, prompt, attention):
     model, ids = llama(attention), prompt(150)
     small = compressor(Budget.tokens(64))
     sizes = []
@@ -89,7 +63,7 @@ def test_600_tokens_equal_an_explicit_run_and_stay_within_budget_plus_interval(l
     assert max(sizes) <= 64 + 128
     assert cache.stats().logical == 150 + 599
     assert cache.stats().events >= 5
-    expected = explicit(model, ids, lambda: GrowingState(small, 128), new=600)
+    expected = by_hand(model, ids, small, 128, new=600)
     # Attention kernels differ in the last bits, and one flipped near-tie changes all text after it.
     agree = int((text == expected).int().cumprod(-1).sum())
     if agree < 600:
@@ -97,7 +71,7 @@ def test_600_tokens_equal_an_explicit_run_and_stay_within_budget_plus_interval(l
 
 
 def assert_near_tie(model, ids, expected, index, small):
-    """The first differing token must be a tie of the explicit run's own logits, to rounding."""
+    """The first differing token must be a tie of the logits of the run by hand, to rounding."""
     with enable(model):
         cache = CentroidCache(small, interval=128)
         logits = model(ids, past_key_values=cache).logits[:, -1]
