@@ -27,6 +27,7 @@ FILES = (
     "test_matrix.py",
     "test_attention_routes.py",
     "test_interruptions.py",
+    "test_switching.py",
     "test_transformers_cache.py",
     "test_queries_in_the_cache.py",
     "test_rope.py",

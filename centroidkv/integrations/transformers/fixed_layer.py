@@ -100,6 +100,8 @@ def check_level_on_device(layer: FixedState, first: FixedState) -> None:
     """Stop a compiled step whose layers stand at different tokens, as after a step that stopped between two of them."""
     assert layer.slots is not None  # or it would be no step
     assert first.slots is not None
+    if layer.slots.tokens.device != first.slots.tokens.device:
+        return  # a model spread over devices; comparing would move numbers between them in every step
     torch._assert_async(
         layer.slots.tokens == first.slots.tokens,
         "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; reset() the "
