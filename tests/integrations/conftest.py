@@ -77,3 +77,22 @@ def follow():
         return together
 
     return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model for lm-eval, saved."""
+    from tiny_lm import tiny_folder
+
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    """A function (options) -> CentroidLM on the tiny model."""
+    from centroidkv.integrations.lm_eval import CentroidLM
+
+    def make(**options):
+        return CentroidLM(folder, device="cpu", **{"dtype": "float32", "preset": "centroidkv", **options})
+
+    return make

@@ -10,7 +10,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip i
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
-from tiny_lm import niah, prose, request, score_request, tiny_folder  # noqa: E402
+from tiny_lm import niah, prose, request, score_request  # noqa: E402
 
 from centroidkv import Budget, presets  # noqa: E402
 from centroidkv.errors import BudgetError, EvaluationError  # noqa: E402
@@ -18,21 +18,6 @@ from centroidkv.integrations.lm_eval import CentroidLM  # noqa: E402
 from centroidkv.integrations.transformers import CentroidCache, enable  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def lm(folder):
-    """A function (options) -> CentroidLM on the tiny model."""
-
-    def make(**options):
-        return CentroidLM(folder, device="cpu", **{"dtype": "float32", "preset": "centroidkv", **options})
-
-    return make
 
 
 def test_the_name_is_registered():

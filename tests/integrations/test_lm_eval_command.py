@@ -10,8 +10,6 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'centroidkv[lm_eval]'")
 
-from tiny_lm import tiny_folder
-
 from centroidkv.integrations.lm_eval.__main__ import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
@@ -33,11 +31,6 @@ def make(**kwargs):
     text = "Memorize." + chr(10) + "abcdefgh " * {repeat} + chr(10) + "What is the number?"
     return {{"test": datasets.Dataset.from_list([{{"input": text, "outputs": "7"}}] * 2)}}
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

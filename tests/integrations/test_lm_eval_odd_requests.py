@@ -8,25 +8,12 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'ce
 
 import transformers
 from lm_eval.models.huggingface import HFLM
-from tiny_lm import niah, prose, request, score_request, tiny_folder
+from tiny_lm import niah, prose, request, score_request
 
 from centroidkv.errors import EvaluationError
 from centroidkv.integrations.lm_eval import CentroidLM, question_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def lm(folder):
-    def make(**options):
-        return CentroidLM(folder, device="cpu", **{"dtype": "float32", "preset": "centroidkv", **options})
-
-    return make
 
 
 @pytest.fixture(scope="module")
