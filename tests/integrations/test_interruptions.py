@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from matrix_case import Case  # noqa: E402
-from matrix_models import FAMILIES  # noqa: E402
+from matrix_models import FAMILIES, RELEASE  # noqa: E402
 
 from centroidkv.errors import BackendError, BudgetNotMetWarning, CacheError  # noqa: E402
 from centroidkv.integrations.transformers import enable  # noqa: E402
@@ -105,6 +105,7 @@ def test_waiting_for_crops_ends_with_the_crops():
     assert cache.stats().physical <= 0.25 * 60 + 2 * 4
 
 
+@pytest.mark.skipif(RELEASE < (5, 17), reason="earlier windows keep nothing to take back, and refuse by themselves")
 def test_cropping_a_window_by_more_than_it_kept_is_refused():
     """Transformers' own windows would be left too short, and fail in the next pass without a word of why."""
     case = Case(FAMILIES["gemma3"])
