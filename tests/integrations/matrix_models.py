@@ -10,6 +10,8 @@ import transformers
 
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 CACHE_NAME = "cache" if RELEASE >= (5, 24) else "past_key_values"
+SHARES = RELEASE >= (5, 24)
+"""Whether attention modules share their keyword arguments with the cache, so that it can do without ``enable``."""
 VOCABULARY, WINDOW = 97, 32
 
 

@@ -6,13 +6,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from matrix_models import RELEASE, SHARES
 from transformers import DynamicCache
 
 from centroidkv import Budget, Compressor, presets
 from centroidkv.errors import CacheError
 from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.integrations.transformers.masks import HIDDEN, before_new, real_columns
-from centroidkv.integrations.transformers.release import STOCK_TAKES_BIAS
 from centroidkv.partition import Alternating
 from centroidkv.preserve import Recent, Sinks
 from centroidkv.schedule import Constant
@@ -99,7 +99,8 @@ def test_old_columns_are_explained_by_padding_alone():
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
-ROUTES = [True, pytest.param(False, marks=pytest.mark.skipif(not STOCK_TAKES_BIAS, reason="needs enable"))]
+needs_shared = pytest.mark.skipif(not SHARES, reason="needs the keyword arguments of 5.24")
+ROUTES = [True, pytest.param(False, marks=needs_shared)]
 
 
 def used(model, use):
@@ -156,7 +157,7 @@ def test_a_mask_that_hides_clustered_tokens_is_refused_and_nothing_is_lost(llama
         assert model(prompt(3), past_key_values=cache).logits.isfinite().all()
 
 
-@pytest.mark.skipif(not STOCK_TAKES_BIAS, reason="needs enable")
+@needs_shared
 def test_stock_attention_refuses_a_mask_with_a_column_per_token_by_name(llama, prompt):
     model, cache = llama(), CentroidCache(compressor(), interval=1000)
     with torch.no_grad():
@@ -167,6 +168,7 @@ def test_stock_attention_refuses_a_mask_with_a_column_per_token_by_name(llama, p
         assert cache.get_seq_length() == 90
 
 
+@pytest.mark.skipif(RELEASE < (5,), reason="models do not listen to is_causal")
 @pytest.mark.parametrize("use", ROUTES)
 def test_tokens_that_see_one_another_both_ways(llama, prompt, use):
     model, block = llama(), prompt(4)
@@ -206,6 +208,7 @@ def test_rows_padded_inside_are_clustered_at_the_moments_of_their_own_runs(llama
     assert together == alone
 
 
+@needs_shared
 def test_a_fixed_cache_packs_padding_away_and_still_attends_to_the_right_columns(llama, prompt):
     model, ids = llama(), prompt(12, batch=2)
     mask = torch.ones(2, 12, dtype=torch.long)

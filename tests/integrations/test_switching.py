@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from matrix_case import Case  # noqa: E402
-from matrix_models import FAMILIES, RELEASE  # noqa: E402
+from matrix_models import FAMILIES, SHARES  # noqa: E402
 
 from centroidkv import Budget, Compressor  # noqa: E402
 from centroidkv.cache import FixedState, GrowingState  # noqa: E402
@@ -19,7 +19,6 @@ from centroidkv.preserve import Recent, Sinks  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 
 SMALL = Compressor.builder().preserve(Sinks(1), Recent(4)).budget(Budget.tokens(12)).build()
-SHARES = RELEASE >= (5, 24)  # attention modules share keyword arguments with the cache
 needs_shared = pytest.mark.skipif(not SHARES, reason="needs the keyword arguments of 5.24")
 CAPACITIES = ["growing", pytest.param("fixed", marks=needs_shared)]
 

@@ -47,6 +47,9 @@ def tokens_to_remove(argument: int, logical: int) -> int:
     return max(logical - argument, 0)
 
 
+WINDOW_TAKES = len(inspect.signature(DynamicLayer.lazy_initialization).parameters) - 1
+"""How many tensors a layer is prepared with: keys and values, or before 5.0 keys alone."""
+
 _CROP_TAKES_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 

@@ -18,7 +18,7 @@ from centroidkv.errors import SavedCacheError
 from centroidkv.integrations.transformers import saving_file as disk
 from centroidkv.integrations.transformers import saving_schema as schema
 from centroidkv.integrations.transformers.layer import CentroidLayer
-from centroidkv.integrations.transformers.release import text_config
+from centroidkv.integrations.transformers.release import WINDOW_TAKES, text_config
 from centroidkv.integrations.transformers.saving_file import CHECKSUM, HEADER
 from centroidkv.rotary import Rotary
 
@@ -214,7 +214,7 @@ def _unpack_layer(
     rows = schema.check_window(keys, values, facts, layer, where)
     if form not in (None, rows):
         raise SavedCacheError(f"{where} contradicts itself: its rows are not as many as those of other layers")
-    layer.lazy_initialization(keys, values)
+    layer.lazy_initialization(*(keys, values)[:WINDOW_TAKES])
     layer.keys, layer.values, layer.cumulative_length = keys, values, facts["cumulative_length"]
     return rows
 
