@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -117,6 +119,76 @@ def test_hooks_do_not_pile_up_while_the_handover_of_a_stopped_pass_is_kept(monke
     with enable(case.model):
         pass
     assert not hooks(case.model)
+
+
+def test_a_refused_handover_keeps_no_hooks():
+    case = Case(FAMILIES["llama"])
+    with case.attending("sdpa"):
+        cache = filled(case, "growing")
+        with pytest.raises(BackendError, match="bias"):
+            case.forward(case.prompt(1), cache, position_bias=torch.zeros(1, 4, 1, 1))
+    assert not hooks(case.model)
+
+
+def test_a_copy_of_an_enabled_model_is_given_back_whole():
+    """It comes with its original's hooks, which nobody would take off."""
+    case = Case(FAMILIES["llama"])
+    with case.attending("sdpa"):
+        once_on = hooks(case.model)
+        case.model, original = copy.deepcopy(case.model), case.model
+        with enable(case.model):
+            assert hooks(case.model) == once_on
+            case.forward(case.prompt(1), filled(case, "growing"))
+        assert not hooks(case.model)
+        assert hooks(original) == once_on
+        case.model(case.prompt(3))
+        case.model = original
+
+
+def test_a_hook_that_is_taken_off_while_others_run_does_no_harm():
+    """PyTorch asks for every hook of a module just before it runs whether keyword arguments go to it."""
+    case = Case(FAMILIES["llama"])
+    with case.attending("sdpa", with_enable=False):
+        first = [module.register_forward_hook(lambda *_: handle.undo()) for module in case.model.modules()]
+        handle = enable(case.model)
+        case.model(case.prompt(3))
+        assert not hooks(case.model) - len(first)
+
+
+@needs_shared
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_fixed_cache_asks_the_model_that_runs(layers, compiled):
+    """Another one than the one that filled it, with the same weights and other attention."""
+    case = Case(FAMILIES["llama"])
+    case.model.model.layers = case.model.model.layers[:layers]
+    case.model.config.num_hidden_layers = layers
+    first = case.model
+    with enable(first):
+        wanted = case.forward(case.prompt(1), filled(case, "growing"))
+        for attention in ("eager", "sdpa"):
+            cache = filled(case, "fixed")
+            second = copy.deepcopy(first)
+            second.set_attn_implementation(attention)
+            if compiled:
+                torch._dynamo.reset()
+                second.compile(backend="eager")
+            case.model = second
+            if attention == "sdpa":
+                case.same(case.forward(case.prompt(1), cache), wanted)
+            else:
+                with pytest.raises(BackendError, match="'eager': call enable"):
+                    case.forward(case.prompt(1), cache)
+            case.model = first
+
+
+@needs_shared
+def test_assisted_generation_with_a_fixed_capacity_is_refused():
+    case = Case(FAMILIES["llama"])
+    with case.attending("sdpa"), pytest.raises(CacheError, match=r"assisted generation.*capacity='growing'"):
+        case.generate(
+            case.prompt(40), CentroidCache(SMALL, 8, capacity="fixed"), assistant_model=Case(FAMILIES["llama"]).model
+        )
 
 
 @needs_shared

@@ -16,6 +16,8 @@ from centroidkv.integrations.transformers.checks import check_received, check_sw
 from centroidkv.integrations.transformers.handover import Handover
 from centroidkv.state import KVState
 
+AGAIN = "press the context again, into a new cache"
+
 
 class PressedLayer(DynamicLayer):
     """A DynamicLayer that begins with a compressed context and passes ln N on to the attention.
@@ -77,7 +79,7 @@ class PressedLayer(DynamicLayer):
         self.values = torch.cat((self.values, value_states), 2)
         own = self.keys.new_ones(*self.keys.shape[:2], self.keys.shape[2] - self.degree.shape[2], dtype=torch.float32)
         keys, values = self.keys, self.values
-        self._handed = Handover(keys, values, torch.cat((self.degree.to(own.device), own), 2))
+        self._handed = Handover(keys, values, torch.cat((self.degree.to(own.device), own), 2), config=config)
         check_switch(attention, config)
         return self._handed.attach(), values
 
@@ -86,11 +88,11 @@ class PressedLayer(DynamicLayer):
         handed, self._handed = self._handed, None
         if handed is not None:
             handed.close()
-        check_received(handed, module)
+        check_received(handed, module, AGAIN)
 
     def _check_attention(self) -> Any:
         """The model's configuration, if its attention takes degrees."""
-        check_received(self._handed)
+        check_received(self._handed, remedy=AGAIN)
         caller = find_caller()
         if caller is None or not takes_handovers(caller.module.config):
             seen = "unknown" if caller is None else repr(caller.module.config._attn_implementation)

@@ -136,10 +136,8 @@ class CentroidCache(RefusesStates, Cache):
 
     @torch.compiler.disable
     def _announce(self, new: Any) -> None:
-        self._pass.check_finished(self._compressed)
-        for layer in self.layers:
-            layer.growing.begin(tokens_asked(new))
-        checks.check_level({layer.growing.known_logical for layer in self.layers})
+        if self.layers:
+            self._pass.announce([layer.growing for layer in self.layers], tokens_asked(new))
 
     @torch.compiler.disable
     def _append(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -206,7 +204,11 @@ class CentroidCache(RefusesStates, Cache):
         """Called by assisted generation: from now on the newest tokens are clustered only after the crop that follows.
 
         Lasts until two forward passes come without a :meth:`crop` between them.
+
+        Raises:
+            CacheError: buffers of a fixed capacity have no room for tokens that wait.
         """
+        checks.check_recording(self.capacity)
         self._recording = True
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):

@@ -74,6 +74,22 @@ def find_caller(outward: bool = False) -> Caller | None:
     return None
 
 
+def config_of_mask() -> Any:
+    """The configuration for which transformers is making a mask just now, which is the running model's; None if none.
+
+    Masks are made before a compiled step, outside its graph.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_DEPTH):
+        if frame is None:
+            return None
+        config = frame.f_locals.get("config")
+        if frame.f_globals.get("__name__") == "transformers.masking_utils" and config is not None:
+            return config
+        frame = frame.f_back
+    return None
+
+
 def _padding_mask(frame: FrameType) -> Tensor | None:
     """The nearest 2-D mask among the arguments named attention_mask, from ``frame`` outward."""
     outer: FrameType | None = frame

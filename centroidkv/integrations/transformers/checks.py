@@ -103,12 +103,16 @@ def check_stock(name: str, shared: dict[str, Any] | None) -> dict[str, Any]:
     )
 
 
-def check_received(pending: Handover | None, name: str = "the previous attention module") -> None:
+def check_received(
+    pending: Handover | None,
+    name: str = "the previous attention module",
+    remedy: str = "reset() the cache and process the prompt again",
+) -> None:
     """Refuse to go on where attention did not take what the layer handed over."""
     if pending is not None and not pending.received:
         raise BackendError(
             f"{name} attended without the degrees it was handed. Either the forward pass was interrupted there, or the "
-            "model was given another attention meanwhile: reset() the cache and process the prompt again. Or attention "
+            f"model was given another attention meanwhile: {remedy}. Or attention "
             "in this model does not go through transformers' AttentionInterface, which enable(model) switches: then it "
             "is not served, please report it"
         )
@@ -239,6 +243,15 @@ def _check_window(layer: Any, tokens: int) -> None:
             f"asked to take back {tokens} tokens, but a sliding window of {layer.sliding_window} tokens holds {held}, "
             f"and needs {min(left, layer.sliding_window - 1)} of the {left} that would be left; crop once per forward "
             "pass"
+        )
+
+
+def check_recording(capacity: str) -> None:
+    """Refuse to let clustering wait for a crop where there is no room to wait in."""
+    if capacity == "fixed":
+        raise CacheError(
+            "assisted generation takes tokens back, so clustering waits for that, and buffers of constant size have no "
+            "room for what waits; use capacity='growing'"
         )
 
 

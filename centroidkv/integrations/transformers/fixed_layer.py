@@ -78,12 +78,15 @@ def _step(
     now: ForwardPass, eager: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     layer = layers[index].growing
+    caller = find_caller(outward=True) if eager and index == 0 else None
+    if caller is not None:
+        now.config = caller.module.config  # of the model that is running now, whichever was before
     attention = now.attention
     shared = check_route(attention, shared, now.padded)
     if eager:
         if index == 0:
             now.check_finished([layer.growing for layer in layers])
-            check_step(find_caller(outward=True), layers[0], now.columns, is_ours(attention))
+            check_step(caller, layers[0], now.columns, is_ours(attention))
             now.unfinished = True
         now.check_received()
         layer.begin(1)  # compiled steps are announced by get_mask_sizes, outside their graphs

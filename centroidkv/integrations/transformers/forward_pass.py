@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from centroidkv.cache import LayerState
+from centroidkv.cache import FixedState, LayerState
 from centroidkv.cache.columns import Columns
 from centroidkv.compressor import Compressor
 from centroidkv.errors import BackendError
@@ -20,7 +20,7 @@ from centroidkv.integrations.transformers.attention import (
     log_degree_bias,
     takes_handovers,
 )
-from centroidkv.integrations.transformers.caller import Caller, find_caller
+from centroidkv.integrations.transformers.caller import Caller, config_of_mask, find_caller
 from centroidkv.integrations.transformers.handover import KEYWORD, Handover, Step, weakly
 from centroidkv.integrations.transformers.masks import real_columns
 from centroidkv.integrations.transformers.release import query_groups
@@ -97,6 +97,17 @@ class ForwardPass:
             step.old_slots(mask, layers[0].physical + new)
         self.step, self.columns = step, columns
 
+    def announce(self, layers: Sequence[FixedState], new: int) -> None:
+        """``new`` tokens are about to come: look which model makes a mask for them, and cluster what is due.
+
+        A compiled step cannot look who runs it, and asks for masks outside its graph.
+        """
+        self.config = config_of_mask() or self.config
+        self.check_finished(layers)
+        for layer in layers:
+            layer.begin(new)
+        checks.check_level({layer.known_logical for layer in layers})
+
     def check_finished(self, layers: Sequence[LayerState]) -> None:
         """Refuse to go on where an earlier step stopped between two layers; a GPU is waited for only if one did."""
         if self.unfinished:
@@ -131,8 +142,7 @@ class ForwardPass:
         what the model attended with when the layer was checked.
         """
         if is_ours(attention):
-            handover = self._pending = Handover(keys, values, degree, self.step, self._one_decision)
-            checks.check_switch(attention, self.config)  # while the handover is open: whoever leaves now sees it
+            handover = self._send(keys, values, degree, self.step, attention)
             if shared is None:
                 return handover.attach(), values
             shared[KEYWORD] = handover
@@ -155,11 +165,25 @@ class ForwardPass:
         if is_ours(attention):
             shared[FIXED_DEGREE] = degree
             if not torch.compiler.is_compiling():
-                shared[KEYWORD] = self._pending = Handover(keys, values, degree, None, self._one_decision)
+                shared[KEYWORD] = self._send(keys, values, degree, None, attention)
         else:
             bias = degree.log().to(keys.dtype).repeat_interleave(query_groups(self.config), dim=1)
             _add_bias(shared, bias[:, :, None])
-        checks.check_switch(attention, self.config)
+            checks.check_switch(attention, self.config)
+
+    def _send(self, keys: Tensor, values: Tensor, degree: Tensor | None, step: Step | None, attention: str) -> Handover:
+        """A handover, after a look whether there is still somebody to take it.
+
+        It is opened before that look: whoever leaves ``enable`` meanwhile sees either that the model attends through
+        us, and so an open handover, or is seen here.
+        """
+        self._pending = Handover(keys, values, degree, step, self._one_decision, self.config)
+        try:
+            checks.check_switch(attention, self.config)
+        except BackendError:
+            self._pending.close()
+            raise
+        return self._pending
 
     def check_attended(self, module: str) -> None:
         """Raise BackendError if attention module ``module``, which has just run, did not take what it was handed."""

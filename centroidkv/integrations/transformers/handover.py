@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +29,17 @@ POOLED = "one decision for all heads (similarity Cosine(heads='mean'), and prese
 LOST = "If some layers have seen this step's tokens by now, reset() the cache first"
 
 
-_open: weakref.WeakSet[Handover] = weakref.WeakSet()
-"""Those that no attention function has signed for yet, of all models and threads."""
+_open: dict[int, weakref.ref[Handover]] = {}
+"""By id: those that no attention function has signed for yet, of all models and threads."""
 
 
-def any_open() -> bool:
-    """Whether a handover is on its way somewhere, or was lost with a forward pass that stopped."""
-    return bool(_open)
+def any_open(configs: Collection[int]) -> bool:
+    """Whether a handover is on its way, or was lost with a forward pass that stopped, in a model of these ``configs``.
+
+    ``configs``: ids of the configurations of its attention modules.
+    """
+    handovers = [reference() for reference in list(_open.values())]  # a copy: other threads go on
+    return any(handover is not None and id(handover.config) in configs for handover in handovers)
 
 
 def weakly(thing: Any) -> Callable[[], Any]:
@@ -130,16 +134,19 @@ class Handover:
         degree: ``[B, H, T]`` float32; None as long as nothing was clustered: the model then attends as it would anyway.
         step: what is known of the step; None for a cache that knows of no padding.
         one_decision: whether all heads hold the same clusters, so that regrouping heads does no harm.
+        config: of the attention module that is to sign.
     """
 
     def __init__(
-        self, keys: Tensor, values: Tensor, degree: Tensor | None, step: Step | None = None, one_decision: bool = False
-    ) -> None:
-        self.degree, self.step, self.one_decision = degree, step, one_decision
+        self, keys: Tensor, values: Tensor, degree: Tensor | None, step: Step | None = None,
+        one_decision: bool = False, config: Any = None,
+    ) -> None:  # fmt: skip
+        self.degree, self.step, self.one_decision, self.config = degree, step, one_decision, config
         self.received = False
         self._given = (weakref.ref(keys), weakref.ref(values))
         self._kept: tuple[Tensor, ...] = (keys, values)
-        _open.add(self)
+        number = id(self)
+        _open[number] = weakref.ref(self, lambda _: _open.pop(number, None))
 
     def attach(self) -> Tensor:
         """The keys with this handover on them."""
@@ -155,6 +162,7 @@ class Handover:
             BackendError: attention is about to see other keys or values, or a bias of the model's own per slot.
             CacheError: padding that the cache could not see.
         """
+        self.close()
         name = type(module).__name__
         given = tuple(reference() for reference in self._given)
         straight = keys is given[0] and values is given[1]
@@ -172,13 +180,12 @@ class Handover:
                 f"attention_mask; use sequences without padding. {LOST}"
             )
         self.received = True
-        self.close()
         if straight:
             self._kept = ()
 
     def close(self) -> None:
         """It is on its way no longer: signed for, or refused."""
-        _open.discard(self)
+        _open.pop(id(self), None)
 
     def _regrouped(self, keys: Tensor, values: Tensor, old_keys: Tensor | None, old_values: Tensor | None) -> bool:
         """Whether heads were repeated or reordered at most, and all of them hold the same clusters."""

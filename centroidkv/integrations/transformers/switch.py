@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+import weakref
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -31,20 +32,33 @@ class _Switched:
         config: the configuration that says so; kept, so that no other can take its place under the same id.
         before: the attention it had.
         ours: the one it has.
+        modules: its attention modules.
         users: handles that have not been undone.
-        hooks: on its attention modules.
     """
 
     config: Any
     before: str
     ours: str
-    users: int = 0
-    hooks: list[Any] = field(default_factory=list)
+    modules: weakref.WeakSet[Any]
+    users: int = 1
+
+    def add_hooks(self) -> None:
+        """Let every attention module be looked after, once."""
+        self.remove_hooks()  # that stayed, or that a copy has of its original
+        for module in self.modules:
+            module.register_forward_hook(_look_after, with_kwargs=True)
 
     def remove_hooks(self) -> None:
-        """Take them off the modules."""
-        for hook in self.hooks:
-            hook.remove()
+        """Let none be looked after."""
+        for module in self.modules:
+            for number in [number for number, hook in module._forward_hooks.items() if hook is _look_after]:
+                del module._forward_hooks[number]
+                module._forward_hooks_with_kwargs.pop(number, None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether an attention module has still to sign for something."""
+        return any_open({id(self.config), *(id(module.config) for module in self.modules)})
 
 
 _switched: dict[int, _Switched] = {}
@@ -140,16 +154,11 @@ def enable(model: Any) -> Enabled:
                 f"{type(model).__name__} does not let its attention be chosen (by transformers' AttentionInterface), "
                 "so it would ignore the degrees of a compressed cache; this model is not served"
             )
-        switched = _Switched(config, before, ours, users=1)
-        switched.hooks = [
-            module.register_forward_hook(_look_after, with_kwargs=True)
-            for module in model.modules()
-            if hasattr(module, "layer_idx") and hasattr(module, "config")
-        ]
+        modules = (one for one in model.modules() if hasattr(one, "layer_idx") and hasattr(one, "config"))
+        switched = _Switched(config, before, ours, weakref.WeakSet(modules))
+        switched.add_hooks()
         _switched[id(config)] = switched
-        for stayed in [one for one in _left if one.config is config]:  # the new hooks do what theirs would
-            _left.remove(stayed)
-            stayed.remove_hooks()
+        _left[:] = [one for one in _left if one.config is not config]  # these hooks do what those would
         return Enabled(model, switched)
 
 
@@ -195,16 +204,21 @@ def _mask_function(name: str, flash: bool) -> Any:
 def _remove_hooks() -> None:
     """Take the hooks off the models that were given back, unless they are still needed."""
     with _lock:
-        while _left and not any_open():
-            _left.pop().remove_hooks()
+        for one in [one for one in _left if not one.waits]:
+            _left.remove(one)
+            one.remove_hooks()
 
 
-def _look_after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """After an attention module: refuse what it computed if it did not take what the cache handed over."""
-    if torch.compiler.is_compiling():
+def _look_after(module: Any, args: Any, *rest: Any) -> None:
+    """After an attention module: refuse what it computed if it did not take what the cache handed over.
+
+    ``rest``: keyword arguments and output; the output alone if another thread has taken the hook off by now, which is
+    done only when there is nothing to look after.
+    """
+    if torch.compiler.is_compiling() or len(rest) < 2:
         return
     try:
-        _check_attended(module, kwargs)
+        _check_attended(module, rest[0])
     finally:
         if _left:
             _remove_hooks()
