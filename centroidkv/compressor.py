@@ -16,7 +16,7 @@ from centroidkv.assembly import CALLED, as_preservers, check_backend, check_part
 from centroidkv.builder import Builder
 from centroidkv.dense import map_dense
 from centroidkv.errors import BudgetError, BudgetNotMetWarning, ShapeError, StageError
-from centroidkv.guards import in_own_types, refuse_gradients
+from centroidkv.guards import in_own_types, on_own_devices, refuse_gradients
 from centroidkv.preserve.union import Union
 from centroidkv.protocols import Aggregator, Allocation, Matcher, Partitioner, Schedule, Similarity
 from centroidkv.records import Budget, Plan
@@ -190,7 +190,7 @@ class Compressor:
                 f"{self.similarity!r} makes one decision for all heads, but the heads of a row hold different numbers "
                 "of slots (an earlier threshold?); use heads='each'"
             )
-        with torch.no_grad(), in_own_types(state.keys.device):
+        with torch.no_grad(), in_own_types(state.keys.device), on_own_devices():
             return map_dense(state, lambda rows: self._compress(rows, strict))
 
     def _compress(self, state: KVState, strict: bool) -> KVState:

@@ -42,6 +42,14 @@ def in_own_types(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def on_own_devices() -> AbstractContextManager[Any]:
+    """A context in which tensors that name no device are the processor's, whatever default device is in force.
+
+    Plans, splits and places are made there, and moved where they are needed.
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
 def check_fit(held: Any, keys: Tensor, values: Tensor) -> None:
     """Refuse new ``keys`` and ``values`` that are not of the rows, KV heads and types of those that ``held`` has.
 

@@ -41,7 +41,7 @@ def evenly(count: int, sample: int = SAMPLE) -> Tensor:
     >>> evenly(8, 4).tolist(), evenly(2, 4).tolist()
     ([0, 2, 4, 6], [0, 0, 1, 1])
     """
-    return torch.arange(sample) * count // sample
+    return torch.arange(sample, device="cpu") * count // sample
 
 
 def sample_queries(queries: Tensor, heads: int, sample: int = SAMPLE) -> Tensor:
@@ -57,8 +57,9 @@ def sample_queries(queries: Tensor, heads: int, sample: int = SAMPLE) -> Tensor:
             f"queries must be [B, Hq, L, D] with Hq a multiple of the {heads} KV heads and L >= 1, got "
             f"{tuple(queries.shape)}"
         )
-    chosen = queries[:, :, evenly(queries.shape[2], sample).to(queries.device)]
-    return chosen.reshape(queries.shape[0], heads, -1, queries.shape[-1])
+    batch, all_heads, length, size = queries.shape
+    chosen = queries[:, :, evenly(length, sample).to(queries.device)]
+    return chosen.reshape(batch, heads, all_heads // heads * sample, size)
 
 
 def queries_of(state: KVState, asked_by: object) -> tuple[Tensor, Rotary]:

@@ -30,6 +30,7 @@ class KVState:
         values: ``[B, H, T, Dv]``, same device; one of these types, but not necessarily the keys' (under autocast keys
             are float32, because RoPE is, and values bfloat16). Each is kept in its own.
         degree: ``[B, H, T]`` float32: how many tokens a slot stands for. 1 = raw token, 0 = empty or padding slot.
+            Counts are exact up to 2^24, above that rounded, in an order that differs between back ends.
         positions: ``[B, H, T]`` int32 or int64: position of the token whose slot stayed; ascending along T.
         rounds: how many clustering rounds made this state.
         seen: ``[B]`` int64: real tokens each row has seen. Default: the degrees' sum, which it equals unless tokens

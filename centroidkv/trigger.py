@@ -98,4 +98,4 @@ class PromptEnd:
 def _check(interval: int) -> None:
     """Refuse an interval that is no whole number of tokens."""
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise StageError(f"interval is a whole number of tokens >= 1, got {interval!r}")
+        raise StageError(f"interval is an int, a number of tokens >= 1, got {interval!r}")

@@ -56,7 +56,7 @@ ALLOWED = {
     "aggregate": BASE,
     "schedule": BASE,
     "allocation": BASE,
-    "attention": {"errors", "kernels", "native"},
+    "attention": {"errors", "guards", "kernels", "native"},
     "dense": {"errors", "state", "state_ops"},
     "rounds": BASE | {"aggregate", "dense", "matching"},
     "assembly": {"errors", "preserve", "rounds", "traits"},

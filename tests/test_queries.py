@@ -72,3 +72,7 @@ def test_partial_rotation_averages_only_what_turns():
     ahead = rotary.rotate_ahead(queries, torch.tensor([7]), 5)
     assert ahead[..., 4:].equal(queries[..., 4:])
     assert not torch.allclose(ahead[..., :4], queries[..., :4])
+
+
+def test_a_batch_of_no_rows_has_a_sample_of_no_rows():
+    assert sample_queries(torch.randn(0, 4, 20, 16), 2, sample=8).shape == (0, 2, 16, 16)

@@ -52,6 +52,7 @@ def degree_attention(
         backend: "reference" (explicit, float32), "sdpa" (PyTorch's fused attention, grouped queries packed), "triton"
             (a kernel that splits the slots; no gradients, one type for all), or "auto": triton for up to 16 queries on
             a GPU if it can compute them, else sdpa. Of two types, reference and sdpa compute in the wider one.
+            Under torch.autocast sdpa rounds as PyTorch's attention does there; the reference does not.
 
     Returns:
         ``[B, Hq, L, Dv]`` in the query's dtype. A query that sees no live slot gets zeros.

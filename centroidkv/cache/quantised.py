@@ -195,7 +195,7 @@ class Quantised(Storage):
     nested: bool = False
 
     def __post_init__(self) -> None:
-        empty = torch.zeros(1, 1, 0, 1)
+        empty = torch.zeros(1, 1, 0, 1, device="cpu")
         quantise(KVState.from_kv(empty, empty), self.bits, self.group, self.nested)  # refuses bad settings now
 
     def put(self, state: KVState) -> Held:

@@ -129,7 +129,7 @@ def _check(
     capacity = block_table.shape[1] * block
     if lengths.min() < 0 or lengths.max() > capacity:
         raise ShapeError(f"lengths must be 0 to {capacity} ({block_table.shape[1]} blocks of {block}), got {lengths}")
-    used = torch.arange(block_table.shape[1]) * block < lengths[:, None]
+    used = torch.arange(block_table.shape[1], device=lengths.device) * block < lengths[:, None]
     entries = block_table[used]
     if ((entries < 0) | (entries >= blocks)).any():
         raise ShapeError(f"block_table names blocks 0 to {blocks - 1} up to a request's length, got {block_table}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from centroidkv.guards import in_own_types
+
 
 def paged_degree_attention_reference(
     query: Tensor,
@@ -21,13 +23,16 @@ def paged_degree_attention_reference(
     requests, query_heads, size = query.shape
     block, heads = key_blocks.shape[1:3]
     out = query.new_zeros(requests, query_heads, value_blocks.shape[-1])
-    for request, length in enumerate(lengths.tolist()):
-        used = block_table[request, : -(-length // block)].long()
-        keys, values, bias = (x[used].flatten(0, 1)[:length].to(exact) for x in (key_blocks, value_blocks, log_degree))
-        grouped = query[request].to(exact).reshape(heads, query_heads // heads, size)
-        logits = scale * grouped @ keys.permute(1, 2, 0) + bias.mT[:, None]
-        # A query that sees no live slot has no softmax; its output is defined as zero.
-        blind = (logits == -torch.inf).all(-1, keepdim=True)
-        weights = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-        out[request] = (weights @ values.transpose(0, 1)).reshape(query_heads, -1).to(query.dtype)
+    with in_own_types(query.device):
+        for request, length in enumerate(lengths.tolist()):
+            used = block_table[request, : -(-length // block)].long()
+            keys, values, bias = (
+                x[used].flatten(0, 1)[:length].to(exact) for x in (key_blocks, value_blocks, log_degree)
+            )
+            grouped = query[request].to(exact).reshape(heads, query_heads // heads, size)
+            logits = scale * grouped @ keys.permute(1, 2, 0) + bias.mT[:, None]
+            # A query that sees no live slot has no softmax; its output is defined as zero.
+            blind = (logits == -torch.inf).all(-1, keepdim=True)
+            weights = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+            out[request] = (weights @ values.transpose(0, 1)).reshape(query_heads, -1).to(query.dtype)
     return out
