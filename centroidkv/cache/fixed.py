@@ -159,11 +159,12 @@ class FixedState:
             return
         width, wait = max(self._grown.counts, default=0), self._grown.wait
         if width + wait > self.capacity:
+            short = f"the compressor did not come down to its budget; take a schedule that does: {self.compressor!r}"
+            reason = "clustering waits for the crop that assisted generation announced" if self.waits else short
             raise CacheError(
                 f"{width} slots are left after {self._grown.logical} tokens, and {wait} more may come until clustering "
                 f"is due, but the capacity is {self.capacity} (budget {self.compressor.budget.slots(0)} + interval "
-                f"{self.interval}): the compressor did not come down to its budget. reset() the cache and use "
-                f"capacity='growing', or a schedule that ends at the budget: {self.compressor!r}"
+                f"{self.interval}): {reason}. reset() the cache; capacity='growing' needs no room ahead"
             )
         state = last_live(held, width)
         if self.slots is None or not self.slots.fits(state):

@@ -183,9 +183,9 @@ def test_a_fixed_cache_asks_the_model_that_runs(layers, compiled):
 
 
 @needs_shared
-def test_assisted_generation_with_a_fixed_capacity_is_refused():
+def test_assisted_generation_with_a_fixed_capacity_says_why_there_is_no_room():
     case = Case(FAMILIES["llama"])
-    with case.attending("sdpa"), pytest.raises(CacheError, match=r"assisted generation.*capacity='growing'"):
+    with case.attending("sdpa"), pytest.raises(CacheError, match=r"crop that assisted.*capacity='growing'"):
         case.generate(
             case.prompt(40), CentroidCache(SMALL, 8, capacity="fixed"), assistant_model=Case(FAMILIES["llama"]).model
         )

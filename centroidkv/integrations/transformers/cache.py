@@ -204,11 +204,7 @@ class CentroidCache(RefusesStates, Cache):
         """Called by assisted generation: from now on the newest tokens are clustered only after the crop that follows.
 
         Lasts until two forward passes come without a :meth:`crop` between them.
-
-        Raises:
-            CacheError: buffers of a fixed capacity have no room for tokens that wait.
         """
-        checks.check_recording(self.capacity)
         self._recording = True
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):

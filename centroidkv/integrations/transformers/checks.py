@@ -246,15 +246,6 @@ def _check_window(layer: Any, tokens: int) -> None:
         )
 
 
-def check_recording(capacity: str) -> None:
-    """Refuse to let clustering wait for a crop where there is no room to wait in."""
-    if capacity == "fixed":
-        raise CacheError(
-            "assisted generation takes tokens back, so clustering waits for that, and buffers of constant size have no "
-            "room for what waits; use capacity='growing'"
-        )
-
-
 def check_layer(index: int, layers: int) -> None:
     """Refuse a model with more layers than the one the cache was laid out for."""
     if index >= layers:
