@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -12,6 +13,7 @@ RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 CACHE_NAME = "cache" if RELEASE >= (5, 24) else "past_key_values"
 SHARES = RELEASE >= (5, 24)
 """Whether attention modules share their keyword arguments with the cache, so that it can do without ``enable``."""
+needs_shared = pytest.mark.skipif(not SHARES, reason="needs the keyword arguments of 5.24")
 VOCABULARY, WINDOW = 97, 32
 
 

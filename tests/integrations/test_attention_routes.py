@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 transformers = pytest.importorskip("transformers")
 
 from matrix_case import Case  # noqa: E402
-from matrix_models import CACHE_NAME, FAMILIES, RELEASE  # noqa: E402
+from matrix_models import CACHE_NAME, FAMILIES, RELEASE, needs_shared  # noqa: E402
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 from transformers.masking_utils import flash_attention_mask  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
@@ -71,7 +71,7 @@ def test_a_kernel_without_bias_serves_padded_rows_and_several_tokens_at_once(fla
         case.same(case.forward(more, cache)[0], hand.feed(more[0]))
 
 
-@pytest.mark.skipif(RELEASE < (5, 24), reason="fixed capacity needs the keyword arguments of 5.24")
+@needs_shared
 def test_a_kernel_without_bias_serves_a_fixed_capacity(flash):
     """A step's degrees mark the empty slots as well; they come by another way than a growing cache's."""
     case = Case(FAMILIES["llama"])

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from matrix_models import RELEASE, SHARES
+from matrix_models import RELEASE, needs_shared
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
 from centroidkv import Budget, Compressor, presets
@@ -25,7 +25,6 @@ SMALL = {
     "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-needs_shared = pytest.mark.skipif(not SHARES, reason="needs the keyword arguments of 5.24")
 ROUTES = [True, pytest.param(False, marks=needs_shared)]
 
 

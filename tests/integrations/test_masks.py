@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from matrix_models import RELEASE, SHARES
+from matrix_models import RELEASE, needs_shared
 from transformers import DynamicCache
 
 from centroidkv import Budget, Compressor, presets
@@ -99,7 +99,6 @@ def test_old_columns_are_explained_by_padding_alone():
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
-needs_shared = pytest.mark.skipif(not SHARES, reason="needs the keyword arguments of 5.24")
 ROUTES = [True, pytest.param(False, marks=needs_shared)]
 
 

@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from matrix_case import Case  # noqa: E402
-from matrix_models import FAMILIES, SHARES  # noqa: E402
+from matrix_models import FAMILIES, needs_shared  # noqa: E402
 
 from centroidkv import Budget, Compressor  # noqa: E402
 from centroidkv.cache import FixedState, GrowingState  # noqa: E402
@@ -21,7 +21,6 @@ from centroidkv.preserve import Recent, Sinks  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 
 SMALL = Compressor.builder().preserve(Sinks(1), Recent(4)).budget(Budget.tokens(12)).build()
-needs_shared = pytest.mark.skipif(not SHARES, reason="needs the keyword arguments of 5.24")
 CAPACITIES = ["growing", pytest.param("fixed", marks=needs_shared)]
 
 

@@ -12,16 +12,13 @@ from centroidkv import Budget, Compressor, presets
 from centroidkv.errors import BackendError, CacheError, RotaryError, StageError
 from centroidkv.integrations.transformers import CentroidCache, enable
 from centroidkv.integrations.transformers.layer import CentroidLayer
-from centroidkv.integrations.transformers.release import STOCK_TAKES_BIAS
 from centroidkv.preserve import Recent, Sinks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 
 import transformers  # noqa: E402
 from matrix_by_hand import ByHand  # noqa: E402
-from matrix_models import Family  # noqa: E402
-
-CACHE_ALONE = STOCK_TAKES_BIAS and tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+from matrix_models import SHARES, Family  # noqa: E402
 
 
 def compressor(budget=0.25):
@@ -87,7 +84,7 @@ def test_prefill_logits_are_bit_equal_with_and_without_compression(llama, prompt
     plain = model(ids).logits
     with enable(model):
         assert torch.equal(model(ids, past_key_values=CentroidCache(compressor(0.25))).logits, plain)
-    if CACHE_ALONE:
+    if SHARES:
         assert torch.equal(model(ids, past_key_values=CentroidCache(compressor(0.25))).logits, plain)
 
 
@@ -97,11 +94,11 @@ def test_budget_one_is_the_plain_model_for_200_tokens(llama, prompt, attention):
     plain = generate(model, ids, new=200)
     with enable(model):
         assert torch.equal(generate(model, ids, CentroidCache(compressor(1.0)), new=200), plain)
-    if CACHE_ALONE and attention == "sdpa":
+    if SHARES and attention == "sdpa":
         assert torch.equal(generate(model, ids, CentroidCache(compressor(1.0)), new=200), plain)
 
 
-@pytest.mark.skipif(not CACHE_ALONE, reason="before 5.24 a cache layer cannot hand degrees to stock attention")
+@pytest.mark.skipif(not SHARES, reason="before 5.24 a cache layer cannot hand degrees to stock attention")
 @pytest.mark.parametrize("preset", sorted(presets.ALL))
 def test_the_cache_alone_equals_the_enabled_model(llama, prompt, preset):
     model, ids = llama(), prompt(300)
@@ -133,7 +130,7 @@ def test_attention_that_would_ignore_degrees_is_refused_before_the_first_token(l
     with pytest.raises(BackendError, match="enable"):
         generate(model, ids, cache)
     assert cache.get_seq_length() == 0
-    if not CACHE_ALONE:
+    if not SHARES:
         with pytest.raises(BackendError, match="enable"):
             generate(llama("sdpa"), ids, CentroidCache(compressor()))
 
@@ -331,7 +328,7 @@ def test_padding_between_real_tokens_is_masked_by_slot(llama, prompt, attention)
             assert torch.allclose(plain, padded, atol=1e-4)
 
 
-@pytest.mark.skipif(not CACHE_ALONE, reason="before 5.24 a cache layer cannot hand degrees to stock attention")
+@pytest.mark.skipif(not SHARES, reason="before 5.24 a cache layer cannot hand degrees to stock attention")
 @torch.no_grad()
 def test_padding_between_real_tokens_is_refused_where_stock_masks_would_hit_the_wrong_slots(llama, prompt):
     model, ids = llama(), prompt(40)
@@ -343,7 +340,7 @@ def test_padding_between_real_tokens_is_refused_where_stock_masks_would_hit_the_
         model(ids[:, :1], attention_mask=torch.cat((mask, mask[:, :1]), -1), past_key_values=cache)
 
 
-@pytest.mark.skipif(not CACHE_ALONE, reason="flex attention takes degrees from a cache only from 5.24")
+@pytest.mark.skipif(not SHARES, reason="flex attention takes degrees from a cache only from 5.24")
 @torch.no_grad()
 def test_padding_is_read_from_flex_block_masks(llama, prompt):
     model, ids = llama("flex_attention"), prompt(60, batch=2)

@@ -12,7 +12,7 @@ from centroidkv.errors import BackendError, CacheError
 from centroidkv.integrations.kvpress.loan import Loan
 from centroidkv.integrations.transformers.attention import attention_of, takes_handovers
 from centroidkv.integrations.transformers.caller import find_caller
-from centroidkv.integrations.transformers.checks import check_received, check_switch
+from centroidkv.integrations.transformers.checks import check_received, check_sent
 from centroidkv.integrations.transformers.handover import Handover
 from centroidkv.state import KVState
 
@@ -80,14 +80,12 @@ class PressedLayer(DynamicLayer):
         own = self.keys.new_ones(*self.keys.shape[:2], self.keys.shape[2] - self.degree.shape[2], dtype=torch.float32)
         keys, values = self.keys, self.values
         self._handed = Handover(keys, values, torch.cat((self.degree.to(own.device), own), 2), config=config)
-        check_switch(attention, config)
+        check_sent(self._handed, attention)
         return self._handed.attach(), values
 
     def check_attended(self, module: str) -> None:
         """Raise BackendError if attention module ``module``, which has just run, did not take what it was handed."""
         handed, self._handed = self._handed, None
-        if handed is not None:
-            handed.close()
         check_received(handed, module, AGAIN)
 
     def _check_attention(self) -> Any:

@@ -17,6 +17,11 @@ from centroidkv.integrations.transformers.flow import REGROUPS, feeds_a_cache, w
 from centroidkv.integrations.transformers.handover import LOST, POOLED, Handover, Step
 from centroidkv.integrations.transformers.release import STOCK_BIAS_BACKENDS, STOCK_TAKES_BIAS, tokens_to_remove
 
+TORN = (
+    "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; reset() the cache "
+    "and process the prompt again"
+)
+
 
 def check_arguments(compressor: Compressor, capacity: str, storage: Storage | None) -> None:
     """Refuse arguments that cannot work, or not together."""
@@ -43,10 +48,7 @@ def check_arguments(compressor: Compressor, capacity: str, storage: Storage | No
 def check_level(tokens: set[int]) -> None:
     """Refuse to go on where layers stand at different numbers of tokens."""
     if len(tokens) > 1:
-        raise CacheError(
-            "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; "
-            "reset() the cache and process the prompt again"
-        )
+        raise CacheError(TORN)
 
 
 def check_in_step(layers: Sequence[Any], leading: int, new: int) -> None:
@@ -83,6 +85,19 @@ def check_switch(before: str, config: Any) -> None:
         )
 
 
+def check_sent(handover: Handover, before: str) -> None:
+    """Refuse a handover to a model that does not attend with ``before``, one of ours, any more.
+
+    It is open by now: whoever leaves ``enable`` meanwhile sees an open handover, or has switched the model and is seen
+    here.
+    """
+    try:
+        check_switch(before, handover.config)
+    except BackendError:
+        handover.close()
+        raise
+
+
 def check_stock(name: str, shared: dict[str, Any] | None) -> dict[str, Any]:
     """Refuse attention ``name`` if it would ignore the degrees, before the first token.
 
@@ -108,13 +123,13 @@ def check_received(
     name: str = "the previous attention module",
     remedy: str = "reset() the cache and process the prompt again",
 ) -> None:
-    """Refuse to go on where attention did not take what the layer handed over."""
+    """Refuse to go on where attention did not take what the layer handed over, which is then on its way no longer."""
     if pending is not None and not pending.received:
+        pending.close()
         raise BackendError(
             f"{name} attended without the degrees it was handed. Either the forward pass was interrupted there, or the "
-            f"model was given another attention meanwhile: {remedy}. Or attention "
-            "in this model does not go through transformers' AttentionInterface, which enable(model) switches: then it "
-            "is not served, please report it"
+            f"model was given another attention meanwhile: {remedy}. Or attention in this model does not go through "
+            "transformers' AttentionInterface, which enable(model) switches: then it is not served, please report it"
         )
 
 

@@ -13,7 +13,7 @@ from centroidkv.cache.columns import Columns
 from centroidkv.errors import BackendError, CacheError, CentroidKVError
 from centroidkv.integrations.transformers.attention import is_ours
 from centroidkv.integrations.transformers.caller import Caller, find_caller
-from centroidkv.integrations.transformers.checks import check_padding_mask, say_if_torn
+from centroidkv.integrations.transformers.checks import TORN, check_padding_mask, say_if_torn
 from centroidkv.integrations.transformers.forward_pass import ForwardPass
 from centroidkv.integrations.transformers.handover import LOST
 from centroidkv.integrations.transformers.layer import CentroidLayer
@@ -105,11 +105,7 @@ def check_level_on_device(layer: FixedState, first: FixedState) -> None:
     assert first.slots is not None
     if layer.slots.tokens.device != first.slots.tokens.device:
         return  # a model spread over devices; comparing would move numbers between them in every step
-    torch._assert_async(
-        layer.slots.tokens == first.slots.tokens,
-        "the layers have seen different numbers of tokens, so an earlier forward pass stopped half-way; reset() the "
-        "cache and process the prompt again",
-    )
+    torch._assert_async(layer.slots.tokens == first.slots.tokens, TORN)
 
 
 def check_step(caller: Caller | None, layer: FixedLayer, columns: Columns, ours: bool) -> None:

@@ -172,24 +172,14 @@ class ForwardPass:
             checks.check_switch(attention, self.config)
 
     def _send(self, keys: Tensor, values: Tensor, degree: Tensor | None, step: Step | None, attention: str) -> Handover:
-        """A handover, after a look whether there is still somebody to take it.
-
-        It is opened before that look: whoever leaves ``enable`` meanwhile sees either that the model attends through
-        us, and so an open handover, or is seen here.
-        """
+        """A handover, after a look whether there is still somebody to take it."""
         self._pending = Handover(keys, values, degree, step, self._one_decision, self.config)
-        try:
-            checks.check_switch(attention, self.config)
-        except BackendError:
-            self._pending.close()
-            raise
+        checks.check_sent(self._pending, attention)
         return self._pending
 
     def check_attended(self, module: str) -> None:
         """Raise BackendError if attention module ``module``, which has just run, did not take what it was handed."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.close()
         checks.check_received(pending, module)
 
     def rows(self, chosen: Callable[[int], Tensor]) -> None:
